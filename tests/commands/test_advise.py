@@ -90,6 +90,21 @@ def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: 
     assert asked(capsys, folder, "--batch", "24")["batch"] == 24.0
 
 
+def test_the_batch_that_is_said_is_the_one_that_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 8 micro-batches of 8, on 2 ranks: flags, rate and words are for 16, the nearest batch to 17 that divides."""
+    folder = run(tmp_path / "run")
+    found, of_16 = asked(capsys, folder, "--batch", "17"), asked(capsys, folder, "--batch", "16")
+    said = "17 does not split well into ranks and micro-batches: this sets 16"
+    assert (found["batch"], found["rates"], found["how"]) == (16, of_16["rates"], [said, *of_16["how"]])
+    huge = asked(capsys, folder, "--batch", "1e12", "--ranks-at-most", str(10**12))
+    assert huge["how"][0] == "Trainer(devices=125000000000, accumulate_grad_batches=1), DataLoader(batch_size=8)"
+    assert huge["rates"][0]["batch"] == 512  # the rule of Adam ends below 640
+    assert main(["advise", folder, "--batch", "100", "--trainer", "nanochat"]) == 0
+    shown = capsys.readouterr().out
+    assert "nanochat scales rates and weight decay with it by itself" in shown
+    assert ("learning rate" in shown, "not known" in shown) == (False, False)
+
+
 def test_the_same_log_gives_the_same_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "run")
     first = asked(capsys, folder)

@@ -10,44 +10,104 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from sonde.batch_size.stats.next_batch import Plan, Present, plan_of
+from sonde.batch_size.stats.proxy import Range
 from sonde.commands.run_script.measured import trainer_of
 from sonde.commands.trainer_flags import TRAINERS, in_trainer, trainer_named
 
-TO: dict[str, Any] = {"batch": 512, "ranks": 8, "accumulation": 4, "unit": "sequences"}
-TO |= {"present": 128, "units_seen": 64_000, "tokens": 1024}
-"""512 sequences: 16 at a time on each of 8 ranks, 4 times; 128 so far."""
+TO: dict[str, Any] = {"unit": "sequences", "present": 128, "units_seen": 64_000, "tokens": 1024}
+CRITICAL = Range(100.0, 50.0, 200.0)
 
 
-def said(trainer: str, **others: Any) -> str:
-    return "\n".join(in_trainer(trainer, **TO | others))
+def plan(batch: float, present: float = 128, pieces: int = 8, ranks_at_most: int = 8) -> Plan:
+    return plan_of(Present(present, 1000, pieces, 1, ranks_at_most=ranks_at_most), batch, CRITICAL)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "flags"),
-    [
-        ("plain loop", ["--nproc-per-node 8", "16 sequences in each backward, optimizer.step() after 4 of them"]),
-        ("Accelerate", ["--num_processes 8", "gradient_accumulation_steps=4", "batch_size=16"]),
-        ("DeepSpeed", ['"train_batch_size": 512', '"train_micro_batch_size_per_gpu": 16', '_steps": 4']),
-        ("nanochat", ["--device-batch-size=16", "--total-batch-size=524288", "--nproc_per_node=8"]),
-        (
-            "Megatron",
-            [
-                "--micro-batch-size 16",
-                "--global-batch-size 512",
-                '"0:128 65536000:512"',
-                "--rampup-batch-size 128 384 64000",
-            ],
-        ),
-    ],
-)
-def test_numbers_make_the_batch(trainer: str, flags: list[str]) -> None:
-    assert all(flag in said(trainer) for flag in flags), said(trainer)
+def said(trainer: str, to: Plan | None = None, **others: Any) -> str:
+    """By default of 512 sequences: 16 at a time on each of 8 ranks, 4 times; 128 so far."""
+    return "\n".join(in_trainer(trainer, to or plan(512), **TO | others))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_average_of_batches_is_set_as_whole_numbers(trainer: str) -> None:
-    assert said(trainer, batch=511.3, present=127.8) == said(trainer)
+    assert said(trainer, plan(511.2, present=127.8), present=127.8) == said(trainer)
+
+
+FACTORS = {
+    "plain loop": r"node (\d+)|(\d+) sequences|after (\d+)",
+    "transformers": r"node (\d+)|batch_size (\d+)|steps (\d+)$",
+    "TRL": r"node (\d+)|batch_size (\d+)|steps (\d+)$",
+    "Lightning": r"devices=(\d+)|batches=(\d+)|batch_size=(\d+)",
+    "Accelerate": r"processes (\d+)|steps=(\d+)|batch_size=(\d+)",
+    "torchtitan": r"global_batch_size (\d+)",
+    "Megatron": r"micro-batch-size \d+ --global-batch-size (\d+)",
+    "DeepSpeed": r'micro_batch_size_per_gpu": (\d+)|steps": (\d+)|gpus (\d+)',
+    "verl": r"data.train_batch_size=(\d+)",
+    "prime-rl": r"batch_size = (\d+)",
+    "nanochat": r"total-batch-size=(\d+)",
+}
+"""Numbers that multiply to the batch."""
+DIVIDES = {
+    "torchtitan": r"local_batch_size (\d+)|size (\d+)\.",
+    "Megatron": r"^--micro-batch-size (\d+)|size of (\d+)",
+    "nanochat": r"device-batch-size=(\d+)|node=(\d+)",
+}
+"""Numbers whose product must divide it."""
+
+
+def product(said: str, pattern: str) -> int:
+    return math.prod(int("".join(found.groups(""))) for found in re.finditer(pattern, said, re.M))
+
+
+@given(
+    batch=st.integers(1, 20_000) | st.integers(1, 10**12),
+    pieces=st.integers(1, 64),
+    micro=st.integers(1, 64),
+    ranks_at_most=st.integers(1, 4096) | st.integers(1, 10**12),
+)
+@settings(max_examples=200, deadline=5000, derandomize=True)
+def test_numbers_multiply_to_the_batch(batch: int, pieces: int, micro: int, ranks_at_most: int) -> None:
+    to = plan(batch, pieces * micro, pieces, ranks_at_most)
+    n, accumulation = round(to.batch), to.accumulation
+    assert n == to.micro_batch * to.ranks * accumulation == to.whole_batch
+    assert to.ranks <= ranks_at_most
+    assert min(micro, n) / 2 <= to.micro_batch <= micro
+    assert accumulation <= (2 if n == batch else 1.25) * math.ceil(n / micro / ranks_at_most)  # if all divided
+    if max(batch, ranks_at_most) <= 20_000:
+        assert abs(n - batch) <= max(16, batch / 20)
+    for trainer in TRAINERS:
+        told = said(trainer, to, present=pieces * micro, tokens=1, completions=1)
+        assert product(told, FACTORS[trainer]) == n
+        assert n % product(told, DIVIDES.get(trainer, "never")) == 0
+        for size in re.findall(r"--rampup-batch-size (\d+)", told):
+            assert int(size) % (to.micro_batch * to.ranks) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks_at_most", "split"),
+    [
+        (17, 2, (1, 2, 8)),  # 16: a prime number would be one rank's
+        (100, 3, (10, 2, 5)),
+        (56, 4, (2, 4, 7)),  # 7 micro-batches of 8 would be one rank's
+        (60, 16, (1, 10, 6)),
+        (0.3, 2, (1, 1, 1)),
+        (2**40, 10**12, (1, 2**37, 8)),
+    ],
+)
+def test_micro_batches_shrink_where_more_ranks_can_share_the_batch(
+    batch: float, ranks_at_most: int, split: tuple[int, int, int]
+) -> None:
+    found = plan(batch, present=64, ranks_at_most=ranks_at_most)
+    assert (found.accumulation, found.ranks, found.micro_batch) == split
+
+
+def test_uneven_micro_batches_are_not_taken_for_even_ones() -> None:
+    """17 in 3: another batch is as near to the one that is asked for as it may be, and the present one is as logged."""
+    sizes = [(found.batch, found.accumulation) for found in (plan(n, 17, 3, ranks_at_most=1) for n in (17, 34, 68))]
+    assert sizes == [(17, 3), (35, 7), (68, 17)]
 
 
 def test_transformers_takes_the_flags(tmp_path: Any) -> None:
@@ -95,7 +155,8 @@ def test_torchtitan_has_the_fields() -> None:
 
 
 def test_without_the_length_of_sequences_tokens_are_left_to_the_user() -> None:
-    assert "--training.num_tokens_per_train_step 512×SEQUENCE_LENGTH" in said("torchtitan", tokens=None)
+    for tokens in (None, 1023.7):  # an average without padding
+        assert "--training.num_tokens_per_train_step 512×SEQUENCE_LENGTH" in said("torchtitan", tokens=tokens)
 
 
 def test_megatrons_ramp_has_one_increment_where_the_schedule_has_its_step() -> None:
@@ -103,7 +164,12 @@ def test_megatrons_ramp_has_one_increment_where_the_schedule_has_its_step() -> N
     start, increment, samples = map(int, re.findall(r"--rampup-batch-size (\d+) (\d+) (\d+)", said("Megatron"))[0])
     n_increments = (512 - start) / increment
     assert [start + math.floor(seen / (samples / n_increments)) * increment for seen in (63_999, 64_000)] == [128, 512]
-    assert "--rampup" not in said("Megatron", batch=64)  # no ramp goes down
+    assert '"0:128 65536000:512"' in said("Megatron")
+    assert "--rampup" not in said("Megatron", plan(64))  # no ramp goes down
+    on_64 = said("Megatron", plan(1024, ranks_at_most=64))  # whose micro-batches of 16 make 1024, not 128
+    assert "--rampup" not in on_64
+    assert "--step-batch-size-schedule" not in on_64
+    assert "each batch of a run that grows must be a multiple of 16 × 64" in on_64
 
 
 @pytest.mark.parametrize(
@@ -115,7 +181,8 @@ def test_megatrons_ramp_has_one_increment_where_the_schedule_has_its_step() -> N
     ],
 )
 def test_in_rl_prompts_and_rollouts_are_told_apart(trainer: str, flags: list[str]) -> None:
-    told = said(trainer, batch=32, ranks=2, accumulation=1, unit="prompts", present=16, completions=8)
+    to = plan(32, present=16, pieces=1, ranks_at_most=2)
+    told = said(trainer, to, unit="prompts", present=16, completions=8)
     assert all(flag in told for flag in flags), told
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from sonde.batch_size.stats.proxy import Range, settings_of
+from sonde.batch_size.stats.rate_row import rate_row
 from sonde.batch_size.stats.rate_rules import rate_factor
-from sonde.evidence.rates import held, options_at, usual_rule
+from sonde.evidence.rates import held, options_at, usual_rule_of
 
 
 def adam(**options: Any) -> torch.optim.Optimizer:
@@ -69,9 +71,23 @@ def test_adams_moments_follow_the_batch() -> None:
         options_at(optimizer, "adam", 256, 16)
 
 
-def test_the_usual_rule_is_that_of_the_optimizer() -> None:
+def test_the_usual_rule_of_is_that_of_the_optimizer() -> None:
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
-    assert (usual_rule([plain]), usual_rule([adam()]), usual_rule([plain, adam()])) == ("linear", "sqrt", "sqrt")
+    assert (usual_rule_of([plain]), usual_rule_of([adam()]), usual_rule_of([plain, adam()])) == (
+        "linear",
+        "sqrt",
+        "sqrt",
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon])
+def test_advice_far_below_the_critical_batch_has_the_rate_of_a_schedule(kind: type[torch.optim.Optimizer]) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(2, 2))], lr=0.5)  # type: ignore[call-arg]
+    for critical, rel in ((math.inf, 1e-12), (1e9, 1e-6), (64.0, None)):
+        row = rate_row(settings_of([optimizer])[0], 64, 16, Range(critical, critical, critical))
+        [options] = options_at(optimizer, usual_rule_of([optimizer]), 64, 16)
+        is_same = row.settings[0].then == pytest.approx(options["lr"], rel=rel or 1e-6)
+        assert is_same == (rel is not None or kind is torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)])

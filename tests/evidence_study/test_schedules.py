@@ -28,7 +28,7 @@ from evidence.training import Training
 from evidence.work import Store
 
 import sonde
-from sonde.evidence.rates import usual_rule
+from sonde.evidence.rates import usual_rule_of
 
 MLP = Setting(task("mlp"), "adamw", units=4096)
 
@@ -90,7 +90,7 @@ def test_rates_of_sgd_follow_the_batch_with_momentum_too(kind: str) -> None:
     plan = seesaw(setting, 8)
     assert plan(3000)[1] == plan(1000)[1]
     assert setting.usual(32) == 4 * setting.usual(8)
-    assert usual_rule(make_optimizers(kind, perceptron(), 0.1)) == "linear"
+    assert usual_rule_of(make_optimizers(kind, perceptron(), 0.1)) == "linear"
 
 
 def test_a_loss_that_was_there_at_half_of_the_units_is_half_of_them_lost() -> None:

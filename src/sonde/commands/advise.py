@@ -18,11 +18,11 @@ from sonde.batch_size.stats.next_batch import Advice, Aim, Plan, in_words, leadi
 from sonde.batch_size.stats.proxy import PUBLISHED, Range, factor_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 from sonde.commands.advise_tables import show
-from sonde.commands.trainer_flags import in_trainer, trainer_named
+from sonde.commands.trainer_flags import SET_THEIR_RATES, in_trainer, trainer_named
 from sonde.runs.advice import Logged, logged
 from sonde.runs.reader import read_run
 from sonde.runs.run import Run
-from sonde.wording import number, percent, plural
+from sonde.wording import count, number, percent, plural
 
 
 @dataclass(frozen=True)
@@ -123,21 +123,24 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     if (chosen := _chosen(advised, options)) is None:
         return Answer(known, words, advised, trainer, None, (), (), notes)
     plan, critical = chosen
-    notes += tuple(_on_the_way(known, plan.batch))
+    batch = plan.whole_batch
+    notes += tuple(_on_the_way(known, batch))
     groups = known.setup.get("optimizer_settings") or [] if known.optimizer else []
-    rates = tuple(rate_row(group, plan.batch, known.present.batch, critical) for group in groups)
+    has_rates = trainer not in SET_THEIR_RATES
+    rates = tuple(rate_row(group, batch, known.present.batch, critical) for group in groups if has_rates)
     how = in_trainer(
         trainer,
-        batch=plan.batch,
-        ranks=plan.ranks,
-        accumulation=plan.accumulation,
+        plan,
         unit=unit,
         present=known.present.batch,
         units_seen=known.units_seen,
         tokens=known.tokens,
         completions=run.probe("policy").setup.get("completions_per_prompt"),
     )
-    return Answer(known, words, advised, trainer, plan.batch, how, rates, notes)
+    if options.batch not in (None, batch):
+        asked = f"{options.batch:,.15g} does not split well into ranks and micro-batches"
+        how = (f"{asked}: this sets {count(batch)}", *how)
+    return Answer(known, words, advised, trainer, batch, how, rates, notes)
 
 
 def _check(options: AdviseOptions) -> None:

@@ -11,8 +11,9 @@ from sonde.batch_size.stats.next_batch import HOUR, Advice
 from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.rate_row import RateRow
 from sonde.commands.branch_result import print_table
+from sonde.commands.trainer_flags import SET_THEIR_RATES
 from sonde.evidence.answer import Row
-from sonde.wording import number
+from sonde.wording import count, number
 
 if TYPE_CHECKING:
     from sonde.commands.advise import Answer
@@ -41,18 +42,16 @@ def show(found: Answer, console: Console) -> None:
         )
         print_table(_cost_rows(advice, found, unit), console, right=range(6))
     if found.batch is not None:
-        console.print(f"\nTo set a batch of {number(found.batch, 6)} {unit} ({found.trainer}):")
+        console.print(f"\nTo set a batch of {count(found.batch)} {unit} ({found.trainer}):")
         for line in found.how:
             console.print(f"  {line}", soft_wrap=True)
-        if not found.rates:
+        if not found.rates and found.trainer not in SET_THEIR_RATES:
             console.print("The rate to go with it is not known: the log does not say the optimizer's settings.")
     for row in found.rates:
+        console.print(f"\n{row.optimizer}, for a batch of {count(row.batch)} {unit}")
         if row.settings:
-            console.print(f"\n{row.optimizer}")
             print_table(_rate_rows(row), console)
-            console.print(f"\nIt holds {row.holds} ({row.source}).")
-        else:
-            console.print(f"\n{row.optimizer}: the rate is not known: {row.holds}.")
+        console.print(row.words)
     for note in found.notes:
         console.print(f"\n{note}")
 
@@ -66,7 +65,7 @@ def _cost_rows(advice: Advice, found: Answer, unit: str) -> Iterator[Row]:
         mark = kept if plan is now else "best  " if plan is advice.best else ""
         time = [] if plan.seconds is None else [_time(plan.seconds)]
         money = [] if plan.money is None else [_cell(plan.money)]
-        mark = mark or ("yours  " if plan.batch == found.batch else "")
+        mark = mark or ("yours  " if plan.whole_batch == found.batch else "")
         size, ranks = f"{mark}{number(plan.batch, 6)}", f"{plan.ranks} × {plan.accumulation}"
         yield size, ranks, _cell(plan.steps), _cell(plan.units), *time, *money
 

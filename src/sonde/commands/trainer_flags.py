@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sonde.batch_size.stats.next_batch import Plan
+
 TRAINERS: Mapping[str, tuple[str, ...]] = {
     "plain loop": (
         "torchrun --nproc-per-node {ranks}",
-        "{micro} {unit} in each backward, optimizer.step() after {accumulation} of them",
+        "{micro_batch} {unit} in each backward, optimizer.step() after {accumulation} of them",
     ),
     "transformers": (
         "torchrun --nproc-per-node {ranks}",
-        "--per_device_train_batch_size {micro} --gradient_accumulation_steps {accumulation}",
+        "--per_device_train_batch_size {micro_batch} --gradient_accumulation_steps {accumulation}",
         "start a new run: changed within one, ranks may drift apart. max_steps and warm-up count steps: set them anew",
     ),
     "TRL": (
@@ -21,28 +23,29 @@ TRAINERS: Mapping[str, tuple[str, ...]] = {
         "num_iterations is the reuse of each batch. The sizes are fixed at the start of a run",
     ),
     "Lightning": (
-        "Trainer(devices={ranks}, accumulate_grad_batches={accumulation}), DataLoader(batch_size={micro})",
+        "Trainer(devices={ranks}, accumulate_grad_batches={accumulation}), DataLoader(batch_size={micro_batch})",
         "from an epoch on: GradientAccumulationScheduler({{EPOCH: {accumulation}}})",
     ),
     "Accelerate": (
         "accelerate launch --num_processes {ranks}",
-        "Accelerator(gradient_accumulation_steps={accumulation}), DataLoader(batch_size={micro})",
+        "Accelerator(gradient_accumulation_steps={accumulation}), DataLoader(batch_size={micro_batch})",
     ),
     "torchtitan": (
-        "0.3.0: --training.local_batch_size {micro} --training.global_batch_size {batch}",
+        "0.3.0: --training.local_batch_size {micro_batch} --training.global_batch_size {batch}",
         "main: --training.num_tokens_per_microbatch_per_dp_rank {micro_tokens} "
         "--training.num_tokens_per_train_step {batch_tokens}",
-        "{ranks} data-parallel ranks. The batch is fixed for a run",
+        "data-parallel size {ranks}. The batch is fixed for a run",
     ),
     "Megatron": (
-        "--micro-batch-size {micro} --global-batch-size {batch}, on {ranks} data-parallel ranks",
+        "--micro-batch-size {micro_batch} --global-batch-size {batch}, with a data-parallel size of {ranks}",
+        "each batch of a run that grows must be a multiple of {micro_batch} × {ranks}",
         'to grow within a run, main since 2026-04: --step-batch-size-schedule "0:{present} {seen_tokens}:{batch}" in '
         "tokens, without --global-batch-size",
         "core 0.16.1: --rampup-batch-size {present} {increment} {seen} --global-batch-size {batch}: one increment, "
         "after {seen} samples",
     ),
     "DeepSpeed": (
-        '"train_batch_size": {batch}, "train_micro_batch_size_per_gpu": {micro}, '
+        '"train_batch_size": {batch}, "train_micro_batch_size_per_gpu": {micro_batch}, '
         '"gradient_accumulation_steps": {accumulation}',
         "deepspeed --num_gpus {ranks}: the first number must be the product of the other two and this one",
     ),
@@ -56,7 +59,7 @@ TRAINERS: Mapping[str, tuple[str, ...]] = {
         "group_size, rollouts_per_example in older versions, says how many of them answer one prompt",
     ),
     "nanochat": (
-        "torchrun --nproc_per_node={ranks} -m scripts.base_train -- --device-batch-size={micro} "
+        "torchrun --nproc_per_node={ranks} -m scripts.base_train -- --device-batch-size={micro_batch} "
         "--total-batch-size={batch_tokens}",
         "the total is in tokens. nanochat scales rates and weight decay with it by itself: do not scale them again",
     ),
@@ -64,6 +67,8 @@ TRAINERS: Mapping[str, tuple[str, ...]] = {
 """What to set, in lines, by the trainer's name."""
 _GROWS = "{present}"
 """In lines about a batch that grows within a run."""
+SET_THEIR_RATES = ("nanochat",)
+"""Trainers that scale their rates with the batch by themselves."""
 
 
 def trainer_named(name: str) -> str:
@@ -75,63 +80,56 @@ def trainer_named(name: str) -> str:
     Raises:
         ValueError: for one that is not in the table.
     """
-    found = {known.lower(): known for known in TRAINERS}
-    if name.lower() not in found:
+    if not (found := [known for known in TRAINERS if known.lower() == name.lower()]):
         raise ValueError(f"--trainer must be one of {', '.join(TRAINERS)}, got {name!r}")
-    return found[name.lower()]
+    return found[0]
 
 
 def in_trainer(
     name: str,
+    plan: Plan,
     *,
-    batch: float,
-    ranks: int,
-    accumulation: int,
     unit: str,
     present: float,
     units_seen: float,
     tokens: float | None = None,
     completions: float | None = None,
 ) -> tuple[str, ...]:
-    """How the trainer is told, in lines.
+    """How the trainer is told, in lines. All numbers are whole, and multiply to the batch.
 
     Args:
         name: of the trainer. One that is not in the table is taken for a plain loop.
-        batch: units of one optimizer step.
-        ranks: data-parallel ranks.
-        accumulation: micro-batches of each rank in a step.
+        plan: of the batch to set.
         unit: plural name of the unit.
         present: the batch of the run that the log is of.
         units_seen: units that it has seen.
-        tokens: of one unit; None where the log does not say it.
+        tokens: of one unit on average; None where the log does not say it.
         completions: to each prompt, in RL; None where the log does not say it.
     """
     if name == "TRL" and unit != "prompts":  # of SFT and DPO
         name = "transformers"
-    # A log has averages: an epoch's last batch may be short. What is set are whole numbers, whose product is the batch.
-    micro = max(round(batch / (ranks * accumulation)), 1)
-    whole = micro * ranks * accumulation
-    of_unit = 1.0 if unit == "tokens" else tokens
-    values = {
-        "ranks": ranks,
-        "accumulation": accumulation,
+    micro, batch, now, seen = plan.micro_batch, plan.whole_batch, round(present), round(units_seen)
+    if tokens is not None and tokens != round(tokens):  # not the length of the sequences, which are padded
+        tokens = None
+    values = vars(plan) | {
         "unit": unit,
-        "micro": micro,
-        "batch": whole,
-        "present": round(present),
-        "increment": whole - round(present),
-        "seen": round(units_seen),
-        "completions": "COMPLETIONS" if completions is None else round(completions),
-        "rollouts": _product(whole, completions, "COMPLETIONS"),
-        "micro_tokens": _product(micro, of_unit, "SEQUENCE_LENGTH"),
-        "batch_tokens": _product(whole, of_unit, "SEQUENCE_LENGTH"),
-        "seen_tokens": _product(units_seen, of_unit, "SEQUENCE_LENGTH"),
+        "batch": batch,
+        "present": now,
+        "increment": batch - now,
+        "seen": seen,
+        "completions": _product(1, completions, "COMPLETIONS"),
+        "rollouts": _product(batch, completions, "COMPLETIONS"),
+        "micro_tokens": _product(micro, tokens, "SEQUENCE_LENGTH"),
+        "batch_tokens": _product(batch, tokens, "SEQUENCE_LENGTH"),
+        "seen_tokens": _product(seen, tokens, "SEQUENCE_LENGTH"),
     }
-    grows = batch > present and units_seen > 0
+    grows = batch > now and seen > 0 and now % (micro * plan.ranks) == 0
     lines = (line for line in TRAINERS.get(name, TRAINERS["plain loop"]) if grows or _GROWS not in line)
     return tuple(line.format(**values) for line in lines)
 
 
-def _product(value: float, each: float | None, otherwise: str) -> str:
+def _product(n: int, each: float | None, otherwise: str) -> str:
     """So many times `each`; the user's own number, in capitals, where it is not known."""
-    return f"{round(value)}×{otherwise}" if each is None else f"{round(value * each)}"
+    if each is None:
+        return otherwise if n == 1 else f"{n}×{otherwise}"
+    return f"{n * round(each)}"

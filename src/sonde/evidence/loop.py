@@ -25,7 +25,7 @@ from sonde.console import stack_level, tell
 from sonde.evidence.answer import advice, headline
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.kept_state import KeptState
-from sonde.evidence.rates import Options, RateRule, held, in_words, options_at, usual_rule
+from sonde.evidence.rates import Options, RateRule, held, in_words, options_at, usual_rule_of
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.parallel.model_state import preserve_modes_and_randomness
 from sonde.parallel.process_groups import gather_objects
@@ -139,7 +139,7 @@ def branch(
     first = rising[0] if reference is None else int(reference)
     ordered = [first, *(batch for batch in rising if batch != first)]
     kept = KeptState(state, keep_on)
-    rule = usual_rule(kept.optimizers) if rate_rule is None else rate_rule
+    rule = usual_rule_of(kept.optimizers) if rate_rule is None else rate_rule
     if not kept.optimizers and rule != "none":
         raise ValueError('state has no optimizer whose rate could follow the batch: add it, or pass rate_rule="none"')
     if is_followed(kept.model.parameters()):

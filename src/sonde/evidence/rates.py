@@ -17,6 +17,7 @@ from sonde.batch_size.stats.rate_rules import (
     rate_factor,
     rule_in_words,
     scaled_decay,
+    usual_rule,
 )
 from sonde.parallel.unwrap import outside_graphs
 
@@ -26,9 +27,9 @@ Options = list[dict[str, Any]]
 """What an optimizer's groups are to have, in their order."""
 
 
-def usual_rule(optimizers: Sequence[torch.optim.Optimizer]) -> RateRule:
-    """The rule that is usual for some optimizers: "linear" for SGD, "sqrt" for those that normalise their steps."""
-    return "linear" if all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers) else "sqrt"
+def usual_rule_of(optimizers: Sequence[torch.optim.Optimizer]) -> RateRule:
+    """The rule that is usual for some optimizers, where B_crit is not known: that of SGD if all of them are SGD."""
+    return usual_rule("SGD" if all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers) else "")
 
 
 def in_words(rule: RateRule) -> str:
@@ -74,10 +75,9 @@ def factor_at(rule: RateRule, batch: float, reference: float) -> float:
         if not 0 < factor < math.inf:
             raise ValueError(f"a positive multiple of the rate is needed for a batch of {batch:g}, got {rule}: add it")
         return factor
-    if rule == "adam":
-        return rate_factor("sqrt", batch, reference)
-    parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
-    return rate_factor(rule, batch, reference)
+    if rule != "adam":
+        parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
+    return rate_factor("sqrt" if rule == "adam" else rule, batch, reference)
 
 
 def scaled(

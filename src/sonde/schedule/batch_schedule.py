@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.console import tell
-from sonde.evidence.rates import RateRule, factor_at, usual_rule
+from sonde.evidence.rates import RateRule, factor_at, usual_rule_of
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import Metric, ReportSection
@@ -274,7 +274,7 @@ class BatchSchedule:
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # inside Accelerate's
         if scheduler is None and hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
             raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
-        rule = usual_rule([optimizer]) if self._rate_rule is None else self._rate_rule
+        rule = usual_rule_of([optimizer]) if self._rate_rule is None else self._rate_rule
 
         def at(n: int | None = None) -> RateAt:
             """In units, as the noise scale of a rule is; a table has micro-batches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sonde.batch_size.stats.proxy import Range, settings_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
 
 KNOWN = Range(100.0, 50.0, 200.0)
+SMALL = "Up to 4 times the batch, the old rate may do as well (arXiv:1811.03600)."
 ADAMW = {"name": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -25,21 +27,34 @@ def test_adam_has_all_its_settings() -> None:
     expected = {"learning rate": 2e-3, "β₁": 0.6, "β₂": 0.8, "ε": 5e-9, "weight decay": 0.2, "warm-up, in steps": None}
     assert then(row) == pytest.approx(expected)
     assert row.settings[-1].rule == "× 0.250: as long in units as it was"
-    assert "which this batch may not be; up to 4 times the batch" in row.holds
-    assert "2205.10287" in row.source
+    assert row.words.endswith("This batch may be larger than that. " + SMALL)
+    assert "2205.10287" in row.words
 
 
-@pytest.mark.parametrize(("batch", "holds"), [(8, "B_crit;"), (64, "may not be;"), (256, "is not")])
-def test_it_says_where_the_rule_holds(batch: float, holds: str) -> None:
+@pytest.mark.parametrize(("batch", "where"), [(8, []), (64, ["may be"]), (256, ["is"])])
+def test_it_says_where_the_rule_holds(batch: float, where: list[str]) -> None:
     row = rate_row(ADAMW | {"betas": [0.99, 0.999]}, batch, 16, KNOWN)
-    assert f"{holds}" in row.holds
-    assert ("hardly known better" in row.holds) == (batch != 256)
+    assert re.findall(r"This batch (.*) larger than that\.", row.words) == where
+    assert (SMALL in row.words) == (batch != 256)
 
 
-def test_far_beyond_what_adam_remembers_there_is_no_row() -> None:
-    row = rate_row(ADAMW, 320, 16, KNOWN)
+@pytest.mark.parametrize("batch", [160, 320, 1e12])
+def test_beyond_what_adam_remembers_the_row_is_of_the_largest_batch_that_has_one(batch: float) -> None:
+    row, largest = rate_row(ADAMW, batch, 16, KNOWN), rate_row(ADAMW, 128, 16, KNOWN)
+    assert (row.batch, row.settings) == (128, largest.settings)
+    said = f"The rate for a batch of {batch:,.0f} is not known: the rule of Adam ends below 160."
+    assert row.words == f"{said} {largest.words}"
+
+
+@pytest.mark.parametrize(("beta", "end"), [(0.5, 32), (0.2, 20), (0.0, 16)])
+def test_where_no_larger_batch_has_a_row_there_is_none(beta: float, end: int) -> None:
+    row = rate_row(ADAMW | {"betas": [beta, 0.95]}, 32, 16, KNOWN)
     assert row.settings == ()
-    assert row.holds == "a step would have more units than Adam remembers: the rule ends at 160"
+    assert row.words == f"The rate for a batch of 32 is not known: the rule of Adam ends below {end}."
+
+
+def test_a_batch_that_is_kept_keeps_its_settings() -> None:
+    assert rate_row({"name": "Lion"}, 16, 16, KNOWN).words == "The batch is kept, so keep the settings."
 
 
 @pytest.mark.parametrize(
@@ -60,7 +75,7 @@ def test_sgd_and_muon_follow_the_critical_batch(critical: Range, factor: float) 
 @pytest.mark.parametrize(
     ("group", "why"),
     [
-        ({"name": "Lion", "lr": 1e-4}, "no rule is known for Lion"),
+        ({"name": "Lion", "lr": 1e-4}, "no rule covers Lion"),
         (ADAMW | {"amsgrad": True}, "AdamW and amsgrad"),
         (ADAMW | {"name": "Adam"}, "weight decay that is added to the gradient"),
         ({"name": "AdamW", "lr": 1e-3}, "the log does not say β₁, β₂ and ε"),
@@ -69,7 +84,8 @@ def test_sgd_and_muon_follow_the_critical_batch(critical: Range, factor: float) 
 def test_a_row_that_is_not_known_whole_is_not_printed(group: dict[str, Any], why: str) -> None:
     row = rate_row(group, 64, 16, KNOWN)
     assert row.settings == ()
-    assert row.holds.endswith(why)
+    assert row.words.startswith("The rate is not known: ")
+    assert row.words.endswith(f"{why}.")
 
 
 def test_settings_are_read_without_waiting_for_a_device() -> None:

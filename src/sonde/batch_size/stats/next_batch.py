@@ -18,6 +18,8 @@ _SMALLEST, _LARGEST = -6, 10
 """Batches that are considered, as powers of two over the present one."""
 _SHOWN = 4.0
 """Batches further from B_crit than so many times are not considered, where the aim does not ask for them."""
+_NEAR, _TRIED = 50, 4000
+"""Batches that are tried on each side of one that ranks cannot share, and numbers that are tried as divisors."""
 HOUR = 3600.0
 
 
@@ -52,6 +54,7 @@ class Plan:
         batch: units of one optimizer step.
         ranks: data-parallel ranks that it uses.
         accumulation: micro-batches that each rank takes one after the other in a step.
+        micro_batch: units of each.
         steps: optimizer steps.
         units: of all steps.
         rank_steps: micro-batches that all ranks take together, which the price follows.
@@ -62,11 +65,17 @@ class Plan:
     batch: float
     ranks: int
     accumulation: int
+    micro_batch: int
     steps: Range
     units: Range
     rank_steps: Range
     seconds: Range | None
     money: Range | None
+
+    @property
+    def whole_batch(self) -> int:
+        """The batch that can be set: the present one, as logged, may be an average."""
+        return self.accumulation * self.ranks * self.micro_batch
 
 
 @dataclass(frozen=True)
@@ -174,27 +183,53 @@ def _candidates(present: Present, middle: float, *, is_balanced: bool) -> list[f
 def plan_of(present: Present, batch: float, critical: Range) -> Plan:
     """What a training costs at another batch size, if it learns as much.
 
-    Micro-batches stay as large as they are, so a step has more or fewer of them. They are spread over as many ranks as
-    may be and divide them evenly. A micro-batch takes the same time on any number of ranks: ranks wait for nothing, and
-    the optimizer's step takes no time. So with more ranks a step takes no longer, and with accumulation it takes as
-    much longer as the batch is larger. Where a step would have less than one micro-batch, that becomes smaller and is
-    taken to need as long: a device is not faster with less to do.
+    Micro-batches stay as large as they are, or become up to half as small where that lets more ranks share the batch. A
+    micro-batch takes the same time on any number of ranks: ranks wait for nothing, and the optimizer's step takes no
+    time. So a step takes as long as its accumulation. A smaller micro-batch takes as long as a larger one: a device is
+    not faster with less to do.
 
     Args:
         present: the training as it is.
-        batch: units of one optimizer step, instead.
+        batch: units of one optimizer step, instead. The plan has the nearest batch that ranks can share.
         critical: the critical batch size.
     """
-    pieces = max(math.ceil(present.pieces * batch / present.batch - 1e-9), 1)
-    ranks = max(n for n in range(1, min(present.ranks_at_most, pieces) + 1) if pieces % n == 0)
+    micro, pieces = max(round(present.batch / present.pieces), 1), present.pieces * (batch / present.batch)
+    whole = micro * round(pieces)
+    # A logged batch is an average, which short batches have lowered a little, and so are its multiples.
+    if batch != present.batch and not (pieces.is_integer() and abs(whole - batch) < 0.05 * batch):
+        whole = max(round(batch), 1)
+    accumulation, ranks, micro = split = _split(whole, micro, present.ranks_at_most)
+    batch = batch if batch == present.batch else math.prod(split)
     steps = _in_order(critical, lambda c: present.steps * relative_steps(batch, present.batch, c))
-    rank_steps, seconds, money = steps.times(pieces), None, None
+    rank_steps, seconds, money = steps.times(accumulation * ranks), None, None
     if present.units_per_second:
         seconds_of_piece = present.batch / present.units_per_second * present.ranks / present.pieces
-        seconds = steps.times(pieces / ranks * seconds_of_piece)
+        seconds = steps.times(accumulation * seconds_of_piece)
         if present.cost_per_hour is not None:
             money = rank_steps.times(seconds_of_piece / HOUR * present.cost_per_hour / present.ranks)
-    return Plan(batch, ranks, pieces // ranks, steps, steps.times(batch), rank_steps, seconds, money)
+    return Plan(batch, ranks, accumulation, micro, steps, steps.times(batch), rank_steps, seconds, money)
+
+
+def _split(batch: int, micro: int, ranks_at_most: int) -> tuple[int, int, int]:
+    """Accumulation, ranks and micro-batch of a batch; of the nearest one, if it cannot be split well.
+
+    A split is good if its accumulation is at most twice as long as it would be if all numbers divided; that of another
+    batch must be better. The shortest accumulation is taken, with the fewest ranks.
+    """
+    of_all = micro * min(ranks_at_most, math.ceil(batch / micro))
+    near = (size for off in range(_NEAR) for size in (batch - off, batch + off) if size > 0)
+    for size in (*near, of_all * math.ceil(batch / of_all)):  # which can always be split
+        largest = min(micro, size)
+        micros = [n for n in range(largest, (largest - 1) // 2, -1)[:_TRIED] if size % n == 0]
+        splits = [(size // n // ranks, ranks, n) for n in micros for ranks in [_divisor(size // n, ranks_at_most)]]
+        if splits and min(splits)[0] <= (2 if size == batch else 1.25) * math.ceil(size / largest / ranks_at_most):
+            break
+    return min(splits)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor that is at most so much; 1 if none is near that."""
+    return next((n for n in range(min(most, number), 0, -1)[:_TRIED] if number % n == 0), 1)
 
 
 def _in_order(critical: Range, cost: Callable[[float], float]) -> Range:

@@ -45,6 +45,24 @@ def rate_factor(rule: str, batch: float, reference: float) -> float:
     return {"sqrt": math.sqrt(kappa), "linear": kappa, "none": 1.0, "sgd": rise, "sign": math.sqrt(rise)}[name]
 
 
+def usual_rule(optimizer: str, critical: float = math.inf) -> str:
+    """The usual rule of an optimizer, as of `rate_factor`.
+
+    Args:
+        optimizer: by class. All but SGD and Muon have "sqrt".
+        critical: the critical batch size, which the rules of SGD and Muon take for the noise scale. Infinite where it
+            is not known: then their limit for batches far below it is taken.
+
+    Example:
+        >>> usual_rule("SGD", 120.0), usual_rule("SGD"), usual_rule("Muon"), usual_rule("AdamW", 120.0)
+        ('sgd=120.0', 'linear', 'sqrt', 'sqrt')
+    """
+    rule, limit = {"SGD": ("sgd", "linear"), "Muon": ("sign", "sqrt")}.get(optimizer, ("", "sqrt"))
+    if not rule or math.isinf(critical):
+        return limit
+    return f"{rule}={critical!r}" if critical > 0 else "none"
+
+
 def rule_in_words(rule: str) -> str:
     """What a rule does.
 
