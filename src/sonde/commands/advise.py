@@ -157,7 +157,9 @@ def _chosen(advised: Mapping[str, Advice], options: AdviseOptions) -> tuple[Plan
     if not advised:
         return None
     advice = advised[leading(advised)]
-    plan = next((plan for plan in advice.plans if plan.batch == options.batch), advice.best)
+    plan = advice.best
+    if (asked := options.batch) is not None:
+        plan = min(advice.plans, key=lambda each: abs(math.log(each.batch / asked)))
     return None if plan is None else (plan, advice.critical)
 
 

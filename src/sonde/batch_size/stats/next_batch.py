@@ -132,7 +132,8 @@ def advise_batch(
     middle = critical.middle if critical.middle is not None else critical.high if kind == "too_large" else critical.low
     is_balanced = aim == "balanced" and budget is None
     sizes = {*_candidates(present, middle, is_balanced=is_balanced), batch or present.batch}
-    plans = tuple(plan_of(present, size, critical) for size in sorted(sizes))
+    by_batch = {plan.batch: plan for plan in (plan_of(present, size, critical) for size in sizes)}
+    plans = tuple(by_batch[size] for size in sorted(by_batch))
     now = next(plan for plan in plans if plan.batch == present.batch)
     if aim == "fastest" and present.units_per_second is None:
         raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
