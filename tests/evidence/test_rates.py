@@ -71,7 +71,7 @@ def test_adams_moments_follow_the_batch() -> None:
         options_at(optimizer, "adam", 256, 16)
 
 
-def test_the_usual_rule_of_is_that_of_the_optimizer() -> None:
+def test_the_usual_rule_is_that_of_the_optimizer() -> None:
     plain = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
     assert (usual_rule_of([plain]), usual_rule_of([adam()]), usual_rule_of([plain, adam()])) == (
         "linear",
