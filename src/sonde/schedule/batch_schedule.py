@@ -28,8 +28,9 @@ from sonde.schedule.stats.batch_rule import (
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
 from sonde.wording import number, plural
 
-_MOST_UNLIKE = 3
-"""Windows in a row of another size than the schedule says that are refused: the last one of an epoch may be short."""
+_MOST_UNLIKE = 5
+"""Measured windows in a row of another size than the schedule says that are refused. The last one of an epoch may be
+short, and where one window in many is measured, several of those may come in a row."""
 _UNLIKE = 1.4
 """Times that a window is larger or smaller: units of micro-batches differ, and allowed counts usually double."""
 _COUNTS_STEPS = (
