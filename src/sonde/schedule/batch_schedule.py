@@ -367,7 +367,6 @@ class BatchSchedule:
         # A micro-batch of all ranks together has as many times the units as there are times the ranks.
         self._units_per_micro_batch = contents["of_rank"] and contents["of_rank"] * n_summed(self._probe.ranks)
         _, self._due_at, self._stepped, self._owed = contents["counts"]
-        self._by_loop = dict.fromkeys(self._by_loop)
         self._seen, self._n_unlike = self._probe.window(), 0
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
