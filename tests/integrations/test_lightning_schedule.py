@@ -131,11 +131,13 @@ def test_a_training_that_resumes_goes_on(tmp_path: Path) -> None:
     _, whole, counting = fitted(tmp_path / "whole", *callbacks())
     first, _, counted = fitted(tmp_path / "parts", *callbacks(), max_epochs=1)
     first.save_checkpoint(tmp_path / "saved.ckpt")
-    module, rest = Longer(), Counting()
-    trainer = trainer_of(tmp_path, *callbacks(), rest, accumulate_grad_batches=SMALLEST)
+    module, rest, again = Longer(), Counting(), callbacks()
+    trainer = trainer_of(tmp_path, *again, rest, accumulate_grad_batches=SMALLEST)
     trainer.fit(module, ckpt_path=tmp_path / "saved.ckpt")
     assert counted.sizes + rest.sizes == counting.sizes
     assert torch.equal(weights(module.net), weights(whole.net))
+    _, _, anew = fitted(tmp_path / "anew", *again)  # the same callbacks, without a checkpoint
+    assert anew.sizes == counting.sizes
 
 
 def test_a_training_that_fails_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:

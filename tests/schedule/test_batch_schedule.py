@@ -80,7 +80,7 @@ def test_the_log_replays_every_decision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interrupted", [40, 45])
 def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupted: int) -> None:
-    """Also where a decision is due right after the checkpoint."""
+    """Also where a decision is due right after the checkpoint, and where micro-batches are owed a step of the rate."""
 
     def run(parts: list[range]) -> tuple[list[int], Tensor, Any]:
         counts: list[int] = []
@@ -88,16 +88,21 @@ def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupt
         states: Any = None
         for windows in parts:
             model, optimizer, probe = made()
-            schedule = BatchSchedule(probe, **OPTIONS, rule="linear")
-            schedule.scale_lr(optimizer)
+            schedule = BatchSchedule(probe, **OPTIONS, rule="linear", counts=(2, 5, 8))
+            rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+            schedule.scale_lr(optimizer, rate)
             if states is not None:
                 model.load_state_dict(weights)
                 probe.load_state_dict(states[0])
                 schedule.load_state_dict(states[1])
-            counts += train(model, optimizer, schedule, windows)
-            weights, states = model.state_dict(), (probe.state_dict(), schedule.state_dict())
+                rate.load_state_dict(states[2])
+                optimizer.load_state_dict(states[3])
+            counts += train(model, optimizer, schedule, windows, lambda window, pieces: schedule.step_lr(rate))  # noqa: B023
+            states = (probe.state_dict(), schedule.state_dict(), rate.state_dict(), optimizer.state_dict())
+            weights = model.state_dict()
             probe.close()
             schedule.close()
+        assert rate.last_epoch == sum(counts) // 2
         return counts, model.weight.detach(), schedule.last
 
     whole, in_parts = run([range(120)]), run([range(interrupted), range(interrupted, 120)])
@@ -111,9 +116,9 @@ def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupt
 @pytest.mark.parametrize(
     ("given", "most"),
     [
-        (lambda window, said: 2, 3),  # windows with the changed rate
-        (lambda window, said: 4, 3),
-        (lambda window, said: said if window < 60 else 2, 13),  # noticed at the next decision
+        (lambda window, said: 2, 5),  # windows with the changed rate
+        (lambda window, said: 4, 5),
+        (lambda window, said: said if window < 60 else 2, 15),  # noticed at the next decision
         (lambda window, said: said if window % 3 else 1, None),  # epochs whose last window is short
     ],
 )
@@ -126,7 +131,7 @@ def test_windows_of_another_size_than_said_are_refused(given: Any, most: int | N
         said.append(n)
         return int(given(window, n))
 
-    refused = pytest.raises(ValueError, match=r"the last 3 measured ones had not; the last one had .* rows: read sch")
+    refused = pytest.raises(ValueError, match=r"the last 5 measured ones had not; the last one had .* rows: read sch")
     with probe, refused if most else nullcontext():
         train(model, optimizer, BatchSchedule(probe, **OPTIONS), range(120), given=noted)
     n_wrong = sum(n != given(window, n) and n > 2 for window, n in enumerate(said))
@@ -185,7 +190,7 @@ def test_a_resumed_run_whose_micro_batches_have_another_size_is_refused() -> Non
     again.load_state_dict(schedule.state_dict())
     with probe, resumed, pytest.raises(ValueError, match="another size than in the checkpoint, make a new schedule"):
         train(model, optimizer, again, range(41, 50), given=lambda window, said: 2 * said)
-    assert resumed.n_windows == 44
+    assert resumed.n_windows == 46
 
 
 def test_states_of_others_are_refused() -> None:

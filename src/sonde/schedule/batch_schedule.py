@@ -28,8 +28,9 @@ from sonde.schedule.stats.batch_rule import (
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
 from sonde.wording import number, plural
 
-_MOST_UNLIKE = 3
-"""Windows in a row of another size than the schedule says that are refused: the last one of an epoch may be short."""
+_MOST_UNLIKE = 5
+"""Measured windows in a row of another size than the schedule says that are refused. The last one of an epoch may be
+short, and where one window in many is measured, several of those may come in a row."""
 _UNLIKE = 1.4
 """Times that a window is larger or smaller: units of micro-batches differ, and allowed counts usually double."""
 _COUNTS_STEPS = (
@@ -366,7 +367,6 @@ class BatchSchedule:
         # A micro-batch of all ranks together has as many times the units as there are times the ranks.
         self._units_per_micro_batch = contents["of_rank"] and contents["of_rank"] * n_summed(self._probe.ranks)
         _, self._due_at, self._stepped, self._owed = contents["counts"]
-        self._by_loop = dict.fromkeys(self._by_loop)
         self._seen, self._n_unlike = self._probe.window(), 0
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
