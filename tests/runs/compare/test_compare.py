@@ -145,8 +145,8 @@ def test_each_axis(tmp_path: Path) -> None:
     assert " min" in said["time"]
     rows = list(beside_rows(read_runs([a, b])))
     assert rows[0] == ("", "", "at equal sequences", "at equal steps", "at equal time")
-    assert rows[1][:3] == ("B", "noise scale", "1 (0.773 to 1.29) ×")
-    assert rows[-1] == ("B", "sequences per second", *["1 (1 to 1) ×"] * 3)
+    assert rows[1][:3] == ("B", "noise scale", "1 (0.773 to 1.29)\N{NO-BREAK SPACE}×")
+    assert rows[-1] == ("B", "sequences per second", *["1 (1 to 1)\N{NO-BREAK SPACE}×"] * 3)
 
 
 def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +9,27 @@ import pytest
 
 from sonde.runs.compare.page import write_comparison
 from sonde.runs.compare.side_by_side import read_runs
-from tests.chromium import chromium, in_browser
+from tests.chromium import DRAWN, OVERFLOW, in_browser, open_page, page_text
 from tests.runs.compare.plausible_runs import write_plausible
 from tests.runs.report.plausible_policy import write_policy_run
 
 pytestmark = in_browser
 
 ATTACK = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
-FIGURES = "return Bokeh.documents.reduce((n, d) => n + d.roots().length, 0)"
-OVERFLOW = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
 
 
 def show(browser: Any, page: Path, *, width: int = 1200) -> str:
-    """Load the page and return its text; fail on a console message and on a request that leaves the page."""
-    browser.get("about:blank")
-    browser.set_window_size(width, 900)
-    for log in ("browser", "performance"):
-        browser.get_log(log)
-    browser.get(page.as_uri())
-    deadline = time.monotonic() + 15
-    while not browser.execute_script("return window.Bokeh !== undefined && Bokeh.documents.every(d => d.is_idle)"):
-        assert time.monotonic() < deadline, "Bokeh did not come to rest"
-        time.sleep(0.05)
-    assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requests = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-    assert {url for url in requests if not url.startswith("data:")} == {page.as_uri()}
-    return str(browser.find_element("tag name", "body").text)
+    open_page(browser, page, width=width)
+    return page_text(browser)
 
 
-@pytest.mark.parametrize("width", [1200, 500])
+@pytest.mark.parametrize("width", [1200, 400])
 def test_three_batches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int) -> None:
     runs = [write_plausible(tmp_path / f"batch-{b}", batch=b, n=round(1280 / b)) for b in (4.0, 16.0, 64.0)]
     text = show(browser, write_comparison(read_runs(runs), tmp_path / "page.html"), width=width)
-    assert browser.execute_script(FIGURES) == 4  # noise scale, loss, norm, speed
+    assert len(browser.execute_script(DRAWN)) == 4  # noise scale, loss, norm, speed
     assert browser.execute_script(OVERFLOW) <= 0
-    for said in ("3 runs side by side", "For the next batch: sonde advise", "Settings that differ", "4 (A); 16 (B)"):
+    for said in ("3 runs side by side", "For the next batch: sonde advise ", "Settings that differ", "4 (A); 16 (B)"):
         assert said in text
 
 
@@ -76,4 +52,4 @@ def test_entropies_are_drawn_over_steps_and_text_of_the_user_is_never_run(browse
     assert "A (adding by GRPO)" in text
     assert ATTACK in text
     assert browser.execute_script("return window.attacked === undefined")
-    assert browser.execute_script(FIGURES) == 6  # also the user's own, and the entropy
+    assert len(browser.execute_script(DRAWN)) == 6  # also the user's own, and the entropy

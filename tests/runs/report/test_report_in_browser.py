@@ -19,7 +19,7 @@ from PIL import Image
 from sonde.evidence.branches import Branches
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.runs.report.write import write_report
-from tests.chromium import chromium, in_browser
+from tests.chromium import DRAWN, OVERFLOW, in_browser, open_page, page_text
 from tests.runs.report.plausible_branches import PROXIES, diverged, plausible_branches
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import (
@@ -36,85 +36,30 @@ pytestmark = in_browser
 
 ATTACK = "<script>alert(1)</script><img src=x onerror='window.attacked = 1'>"
 
-# Bokeh draws inside shadow roots, which querySelector does not enter.
-DRAWN = """
-const canvases = [];
-const walk = node => {
-  for (const element of node.querySelectorAll('*')) {
-    if (element.tagName === 'CANVAS') canvases.push(element);
-    if (element.shadowRoot) walk(element.shadowRoot);
-  }
-};
-const drawn = holder => {
-  canvases.length = 0;
-  walk(holder);
-  return canvases.some(canvas => {
-    if (!canvas.width || !canvas.height) return false;
-    const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-    const colours = new Set();
-    for (let i = 0; i < pixels.length && colours.size < 8; i += 4)
-      colours.add((pixels[i] << 16) + (pixels[i + 1] << 8) + pixels[i + 2]);
-    return colours.size >= 8;
-  });
-};
-return [...document.querySelectorAll('figure [data-root-id]')].map(drawn);
-"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
-
-
-def _open(browser: Any, report: Path, *, width: int = 1200) -> None:
-    """Load the report; fail on a console message, a request that leaves the page, or a plot that is not drawn."""
-    browser.get("about:blank")
-    browser.set_window_size(width, 900)
-    for log in ("browser", "performance"):
-        browser.get_log(log)  # discard entries of the page before
-    browser.get(report.as_uri())
-    deadline = time.monotonic() + 15
-    while not browser.execute_script("return window.Bokeh !== undefined && Bokeh.documents.every(d => d.is_idle)"):
-        assert time.monotonic() < deadline, "Bokeh did not come to rest"
-        time.sleep(0.05)
-
-    assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    requests = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-    assert report.as_uri() in requests  # the log does see requests
-    assert [url for url in requests if not url.startswith("data:") and url != report.as_uri()] == []
-    drawn = browser.execute_script(DRAWN)
-    expected = browser.execute_script("return Bokeh.documents.reduce((n, d) => n + d.roots().length, 0)")
-    assert drawn == [True] * expected
-
-
-def _text(browser: Any) -> str:
-    return str(browser.find_element("tag name", "body").text)
-
 
 @pytest.mark.parametrize("width", [1200, 500])
 def test_a_whole_run_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int) -> None:
     report = write_report(write_run(tmp_path, 60, alerts=[alert_record()]))
-    _open(browser, report, width=width)
+    open_page(browser, report, width=width)
     assert len(browser.execute_script(DRAWN)) == 7
-    overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert browser.execute_script(overflow) <= 0
+    assert browser.execute_script(OVERFLOW) <= 0
 
 
 @pytest.mark.parametrize(
     ("status", "n_plots", "n_readings"), [("resolved", 7, 1), ("lower_bound", 7, 12), ("unresolved", 4, 1)]
 )
 def test_every_status(browser: Any, tmp_path: Path, status: str, n_plots: int, n_readings: int) -> None:
-    _open(browser, write_report(write_run(tmp_path, n_readings, status=status, header=header_record(unit="prompts"))))
+    open_page(
+        browser, write_report(write_run(tmp_path, n_readings, status=status, header=header_record(unit="prompts")))
+    )
     assert len(browser.execute_script(DRAWN)) == n_plots
-    assert "Prompts used" in _text(browser)
+    assert "Prompts used" in page_text(browser)
 
 
 def test_200_groups_are_all_there_and_scroll(browser: Any, tmp_path: Path) -> None:
     groups = [f"model.layers.{i // 2}.{'self_attn' if i % 2 else 'mlp'}" for i in range(200)]
     setup = header_record()["setup"] | {"groups": groups}
-    _open(browser, write_report(write_run(tmp_path, 5, groups=groups, header=header_record(setup=setup))))
+    open_page(browser, write_report(write_run(tmp_path, 5, groups=groups, header=header_record(setup=setup))))
     tall = browser.find_element("css selector", "figure.tall")
     assert browser.execute_script("return arguments[0].scrollHeight", tall) > 200 * 15
     assert browser.execute_script("return arguments[0].clientHeight", tall) < 700
@@ -138,7 +83,7 @@ def test_hovering_shows_the_reading(browser: Any, tmp_path: Path, figure: int, l
 
     setup = header_record()["setup"] | {"groups": [ATTACK, "head"]}
     header = header_record(setup=setup)
-    _open(browser, write_report(write_run(tmp_path, 60, status="resolved", header=header, groups=[ATTACK, "head"])))
+    open_page(browser, write_report(write_run(tmp_path, 60, status="resolved", header=header, groups=[ATTACK, "head"])))
     hovered = browser.find_elements("tag name", "figure")[figure]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", hovered)
     ActionChains(browser).move_to_element_with_offset(hovered, 100, -30).perform()
@@ -159,8 +104,10 @@ def test_text_of_the_user_is_shown_and_never_run(browser: Any, tmp_path: Path) -
     )
     readings = [reading_record(i, 12, groups=texts, dropped={ATTACK: 3}, reason=ATTACK) for i in range(12)]
     logged = [with_metrics(record, {ATTACK: float(i), "$$v$$": 1.0}) for i, record in enumerate(readings)]
-    _open(browser, write_report(written(tmp_path, [header, *logged, alert_record(ATTACK), end_record(120, ATTACK)])))
-    text = _text(browser)
+    open_page(
+        browser, write_report(written(tmp_path, [header, *logged, alert_record(ATTACK), end_record(120, ATTACK)]))
+    )
+    text = page_text(browser)
     assert text.count(ATTACK) > 10
     for user_text in texts:
         assert json.dumps(user_text)[1:-1] in text, user_text  # the metadata are shown as JSON
@@ -176,11 +123,10 @@ def test_text_of_the_user_is_shown_and_never_run(browser: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize(("n", "width"), [(1, 1200), (24, 500)])
 def test_a_run_with_a_policy_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int, n: int) -> None:
-    _open(browser, write_report(write_policy_run(tmp_path, n)), width=width)
+    open_page(browser, write_report(write_policy_run(tmp_path, n)), width=width)
     # With one step, which is not to be trusted, there is no noise scale yet.
     assert len(browser.execute_script(DRAWN)) == (9 if n > 1 else 8)
-    overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert browser.execute_script(overflow) <= 0
+    assert browser.execute_script(OVERFLOW) <= 0
     assert len(browser.find_elements("css selector", "table")) == 3
 
 
@@ -189,8 +135,8 @@ def test_text_of_a_prompt_is_shown_and_never_run(browser: Any, tmp_path: Path) -
     for record in records:
         for part in (*record["shares"], *record["causes"]["prompts"]):
             part["prompt"] = f"{ATTACK} $$x$$ {part['prompt']}"
-    _open(browser, write_report(written(tmp_path, [policy_header(run=ATTACK), *records])))
-    assert _text(browser).count(f"{ATTACK} $$x$$ ") >= 20
+    open_page(browser, write_report(written(tmp_path, [policy_header(run=ATTACK), *records])))
+    assert page_text(browser).count(f"{ATTACK} $$x$$ ") >= 20
     assert browser.execute_script("return window.attacked === undefined")
 
 
@@ -205,19 +151,16 @@ def _troubled_branches(text: str) -> Branches:
 
 @pytest.mark.parametrize("width", [400, 1200])
 def test_branches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)  # a window grows no narrower than 500 px
-    _open(browser, write_branch_report(_troubled_branches(f"{ATTACK} $$x$$"), tmp_path / "report.html"))
+    page = write_branch_report(_troubled_branches(f"{ATTACK} $$x$$"), tmp_path / "report.html")
+    open_page(browser, page, width=width)
     assert len(browser.execute_script(DRAWN)) == 3
-    overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert browser.execute_script(overflow) <= 0
-    assert _text(browser).count(f"{ATTACK} $$x$$") > 10
+    assert browser.execute_script(OVERFLOW) <= 0
+    assert page_text(browser).count(f"{ATTACK} $$x$$") > 10
     assert browser.execute_script("return window.attacked === undefined")
     for scheme in ("light", "dark"):
         with _media(browser, scheme=scheme):
             texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
             assert {text[:40]: scheme for text, ink, paper in texts if _contrast(ink, paper) < 4.5} == {}
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @contextmanager
@@ -281,7 +224,7 @@ def test_every_text_has_contrast(browser: Any, tmp_path: Path, kind: str) -> Non
     report = write_report(tmp_path)
     if kind == "collapses":  # the colours of that verdict
         report.write_text(report.read_text(encoding="utf-8").replace("verdict falling", "verdict collapses"), "utf-8")
-    _open(browser, report)
+    open_page(browser, report)
     assert len(browser.find_elements("css selector", f".verdict.{kind} .badge")) == 1
     for scheme in ("light", "dark"):
         with _media(browser, scheme=scheme):
@@ -296,7 +239,7 @@ def test_a_dark_scheme_darkens_page_and_figures_and_paper_stays_light(browser: A
     report = write_report(write_run(tmp_path, 60))
     paper = "return getComputedStyle(document.body).backgroundColor"
     with _media(browser, scheme="dark"):
-        _open(browser, report)
+        open_page(browser, report)
         assert _luminance(browser.execute_script(paper)) < 0.02
         dark = _greys(browser, "figure")
         assert sorted(dark)[len(dark) // 2] < 40  # its background
@@ -329,7 +272,7 @@ def test_each_figure_is_reached_and_zoomed_by_keyboard_and_has_a_text(browser: A
         for key in keys:
             ActionChains(browser).send_keys(key).perform()
 
-    _open(browser, write_report(write_run(tmp_path, 60)))
+    open_page(browser, write_report(write_run(tmp_path, 60)))
     figures = browser.find_elements("css selector", "figure")
     assert len(figures) == 6
     in_order = browser.find_elements("css selector", "a[href], button, [tabindex]")
@@ -358,7 +301,7 @@ def test_each_figure_is_reached_and_zoomed_by_keyboard_and_has_a_text(browser: A
 def test_figures_over_the_run_zoom_together(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
-    _open(browser, write_report(write_run(tmp_path, 12)))
+    open_page(browser, write_report(write_run(tmp_path, 12)))
     figures = browser.find_elements("css selector", "figure")
     browser.execute_script("arguments[0].focus()", figures[1])
     ActionChains(browser).send_keys("+").perform()
@@ -369,7 +312,7 @@ def test_figures_over_the_run_zoom_together(browser: Any, tmp_path: Path) -> Non
 def test_on_paper_nothing_is_cut_off(browser: Any, tmp_path: Path) -> None:
     groups = [f"blocks.{i}" for i in range(60)]
     setup = header_record()["setup"] | {"groups": groups}
-    _open(browser, write_report(write_run(tmp_path, 12, groups=groups, header=header_record(setup=setup))))
+    open_page(browser, write_report(write_run(tmp_path, 12, groups=groups, header=header_record(setup=setup))))
     with _media(browser, scheme="dark", media="print"):
         inside = "const f = arguments[0]; return [f.scrollHeight - f.clientHeight, getComputedStyle(f).breakInside]"
         assert browser.execute_script(inside, browser.find_element("css selector", "figure.tall"))[0] <= 0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sonde.log.lines import encode_line
-from tests.chromium import chromium, in_browser
+from tests.chromium import in_browser
 from tests.runs.report.plausible_policy import write_policy_run
 from tests.runs.report.plausible_run import Record, alert_record, header_record, reading_record, write_run, written
 
@@ -32,12 +32,6 @@ const fig = Bokeh.documents[0].get_model_by_id(arguments[0].querySelector('[data
 return [...fig.references()].map(model => model.data?.text2?.at(-1)).find(text => text !== undefined);
 """
 TOP = "return arguments[0].getBoundingClientRect().top"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
 
 
 @contextmanager

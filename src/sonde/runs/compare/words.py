@@ -23,6 +23,7 @@ _AS_LONG = 1.1
 """Runs within this factor are as long as each other: their averages can be compared."""
 _AXES: tuple[By, ...] = ("units", "steps", "time")
 _NOTHING = "The runs cannot be compared yet: they have too little in common."
+_TIMES = "\N{NO-BREAK SPACE}×"
 _OF_NO_USE = ("start", "groups", "log_every")
 """Settings that are left out: `sonde run` writes another start for each run, and the others do not change training."""
 
@@ -151,12 +152,11 @@ def beside_rows(found: Comparison) -> Iterator[Row]:
     first, *others = found.runs
     for run in others:
         if any(noises := [noise_beside(run, first, by) for by in _AXES]):
-            yield run.letter, "noise scale", *("–" if of is None else f"{in_words(of.ratio)} ×" for of in noises)
+            yield run.letter, "noise scale", *(in_words(of.ratio) + _TIMES if of else "–" for of in noises)
     for each in quantities(found):
-        times = " ×" if each.is_ratio else ""
         for run in others:
             if any(cells := [each.beside(run, first, by) for by in _AXES]):
-                yield run.letter, shorten(each.name), *("–" if of is None else f"{of}{times}" for of in cells)
+                yield run.letter, shorten(each.name), *(f"{of}{_TIMES * each.is_ratio}" if of else "–" for of in cells)
 
 
 def setting_rows(found: Comparison, longest: int = 60) -> Iterator[Row]:
