@@ -151,6 +151,13 @@ def test_logs_without_readings_or_of_another_version_are_refused(
         assert said in capsys.readouterr().err
 
 
+def test_a_log_that_a_crash_damaged_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(tmp_path / "run", end=False)
+    with (tmp_path / "run" / "records.jsonl").open("a") as log:
+        log.write('{"kind":"reading","time":17\n{"kind":"end","time":1790003000.0,"window":600,"reason":"closed"}\n')
+    assert asked(capsys, folder)["notes"][0].startswith("The log: a crash damaged the log: ")
+
+
 def test_where_there_is_no_verdict_nothing_is_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "run", n_readings=3)
     assert main(["advise", folder]) == 0

@@ -118,7 +118,8 @@ def answer(run: Run, options: AdviseOptions) -> Answer:
     )
     advised, unit = known.advised(aim=options.aim, budget=options.budget, batch=options.batch), known.unit
     trainer = trainer_named(options.trainer) if options.trainer else str(known.setup.get("trainer") or "plain loop")
-    notes = (*_notes(known, advised), *(_of_rl(run) if unit == "prompts" else ()))
+    of_log = (f"The log: {'; '.join(run.remarks)}.",) if run.remarks else ()
+    notes = (*of_log, *_notes(known, advised), *(_of_rl(run) if unit == "prompts" else ()))
     words = {scope: f"{scope.capitalize()}, {in_words(each, unit)}." for scope, each in advised.items()}
     if (chosen := _chosen(advised, options)) is None:
         return Answer(known, words, advised, trainer, None, (), (), notes)

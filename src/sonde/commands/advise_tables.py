@@ -86,7 +86,7 @@ def _cell(known: Range, unit: str = "") -> str:
 
 
 def _rate_rows(row: RateRow) -> Iterator[Row]:
-    yield "setting", "now", "then", "rule"
+    yield "setting", "this run", "next run", "rule"
     for setting in row.settings:
         now, then = ("–" if value is None else f"{value:.4g}" for value in (setting.now, setting.then))
         yield setting.name, now, then, setting.rule
