@@ -100,7 +100,7 @@
         bar.querySelector("[role=status]").textContent = error.message;
       }
       // Work takes half of the time at most.
-      await new Promise(done => setTimeout(done, Math.max(200, performance.now() - began)));
+      await new Promise(done => setTimeout(done, Math.max(100, performance.now() - began)));
     }
   })();
 })();
