@@ -33,8 +33,10 @@ def test_no_number_is_cut_in_a_narrow_terminal_and_in_a_file(
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", str(width))
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
+    assert f"{n} runs side by side" in (tmp_path / "page.html").read_text()
     found, out = read_runs(runs), re.sub("\x1b.*?m", "", capsys.readouterr().out)
     rows = [*run_rows(found), *beside_rows(found), *setting_rows(found, 60)][1:]
+    assert out.startswith("For the next batch: sonde advise ")
     flat = " ".join(out.split())
     assert [cell for row in rows for cell in row if " ".join(cell.split()) not in flat and "/" not in cell] == []
     tables = out.split("\n\nrun ")[1].split("\n\npage ")[0]
@@ -51,23 +53,6 @@ def test_no_number_is_cut_in_a_narrow_terminal_and_in_a_file(
 @pytest.fixture
 def runs(tmp_path: Path) -> list[str]:
     return [str(write_plausible(tmp_path / f"batch-{batch}", batch=batch, n=20)) for batch in (16.0, 64.0)]
-
-
-def test_the_terminal_says_what_the_runs_show(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["compare", *runs]) == 0
-    out = capsys.readouterr().out
-    assert "B's noise scale is " in out
-    assert out.startswith(f"For the next batch: sonde advise {runs[1]}\n")
-    assert "At equal loss, the noise scale at batch 64 is" in out
-    flat = " ".join(out.split())
-    for row in ("A (batch-16.0) Batch too small 16", "B (batch-64.0) ", "B noise scale 1", "batch size 16 (A); 64 (B)"):
-        assert row in flat
-    assert out.endswith("page  compare.html\n")
-    assert "2 runs side by side" in (tmp_path / "compare.html").read_text()
 
 
 def test_what_cannot_be_compared_is_a_sentence_and_2(
