@@ -65,7 +65,7 @@ def _cost_rows(advice: Advice, found: Answer, unit: str) -> Iterator[Row]:
         mark = kept if plan is now else "best  " if plan is advice.best else ""
         time = [] if plan.seconds is None else [_time(plan.seconds)]
         money = [] if plan.money is None else [_cell(plan.money)]
-        mark = mark or ("yours  " if plan.whole_batch == found.batch else "")
+        mark = mark or ("set  " if plan.whole_batch == found.batch else "")
         size, ranks = f"{mark}{number(plan.batch, 6)}", f"{plan.ranks} × {plan.accumulation}"
         yield size, ranks, _cell(plan.steps), _cell(plan.units), *time, *money
 
