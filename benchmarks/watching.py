@@ -24,7 +24,7 @@ from tests.runs.report.plausible_run import reading_record, write_run
 from sonde.log.lines import encode_line
 from sonde.runs.watch.follow import FollowedRun
 from sonde.runs.watch.serve import Site
-from sonde.runs.watch.terminal import TerminalView
+from sonde.runs.watch.terminal import terminal_view
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -86,7 +86,7 @@ def main() -> None:
             file.write(encode_line(reading_record(n + k, n + options.appended)))
         read.append(_seconds(run.refresh))
         unchanged.append(_seconds(run.refresh))
-        shown.append(_seconds(lambda: screen.print(TerminalView([run]))))
+        shown.append(_seconds(lambda: screen.print(terminal_view([run], screen))))
         said.append(_seconds(lambda: page.news("0", "")))
         figures.append(_seconds(lambda: page.figures("0")))
     print(f"a look at an unchanged log {1e3 * median(unchanged):.2f} ms")

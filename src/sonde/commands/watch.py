@@ -15,7 +15,7 @@ from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from sonde.runs.watch.follow import FollowedRun
-from sonde.runs.watch.terminal import TerminalView
+from sonde.runs.watch.terminal import terminal_view
 
 _SECONDS = 0.2
 """Between looks at the logs."""
@@ -63,10 +63,10 @@ def run_watch(options: WatchOptions) -> int:
 
 def _show(runs: Sequence[FollowedRun], console: Console) -> None:
     """Show the runs. What goes wrong with a log is printed above them, where it stays."""
-    with Live(TerminalView(runs), console=console, auto_refresh=False) as live:
+    with Live(terminal_view(runs, console), console=console, auto_refresh=False) as live:
         while True:
             sentences = [each.refresh() for each in runs]
-            live.update(TerminalView(runs), refresh=True)
+            live.update(terminal_view(runs, console), refresh=True)
             for sentence in filter(None, sentences):
                 console.print(Text(sentence, "yellow"), soft_wrap=True)
             time.sleep(_SECONDS)

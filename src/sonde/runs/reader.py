@@ -235,13 +235,6 @@ class Contents:
         self._declared: set[str] = set()
         """Names of the metrics that sonde wrote, of all starts."""
 
-    def _add_line(self, line: bytes) -> None:
-        if (record := self._lines.record(line)) is not None:
-            try:
-                self._add(record, self._lines.number)
-            except (KeyError, TypeError, OverflowError, AttributeError) as error:
-                _refuse(self.file, self._lines.number, error)
-
     def _add(self, record: Mapping[str, Any], line: int) -> None:
         """Add a record as it was written; one of a kind that this version does not know is skipped.
 
@@ -341,8 +334,12 @@ class Contents:
         with self.file.open("rb") as log:
             log.seek(self.end)
             while (line := log.readline(LONGEST_LINE + 1)) and (is_whole or line.endswith(b"\n")):
-                self._add_line(line.removesuffix(b"\n"))
                 self.end += len(line)
+                try:
+                    if (record := self._lines.record(line.removesuffix(b"\n"))) is not None:
+                        self._add(record, self._lines.number)
+                except (KeyError, TypeError, OverflowError, AttributeError) as error:
+                    _refuse(self.file, self._lines.number, error)
         torn = self._lines.all_torn() if is_whole else self._lines.torn
         if not self._headers:
             raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")

@@ -300,8 +300,7 @@ def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Floa
     """A line or triangles. Yields the legend of values that the axis cannot show."""
     shown = np.clip(values, y.start, y.end)
     if curve.mark in ("up", "down"):
-        marker = "triangle" if curve.mark == "up" else "inverted_triangle"
-        _add_triangles(fig, line.x, shown, marker, curve.color)
+        _add_triangles(fig, line.x, shown, curve.mark, curve.color)
         return
     constant = np.unique(values[np.isfinite(values)])
     if curve.mark == "dashed" and len(constant) == 1:
@@ -309,13 +308,10 @@ def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Floa
         return
     inside = np.where(values == shown, values, np.nan) if curve.outside else shown
     add_curve(fig, line.x, inside, curve.color, "solid" if curve.mark == "line" else curve.mark)
-    beyond: tuple[tuple[Mark, str, Floats], ...] = (
-        ("up", "triangle", np.where(values > y.end, y.at(0.975), np.nan)),
-        ("down", "inverted_triangle", np.where(values < y.start, y.at(0.025), np.nan)),
-    )
-    for mark, marker, places in beyond:
-        if curve.outside and not np.isnan(places).all():
-            _add_triangles(fig, line.x, places, marker, curve.color)
+    ends: tuple[tuple[Mark, Any, float], ...] = ("up", values > y.end, 0.975), ("down", values < y.start, 0.025)
+    for mark, is_beyond, height in ends:
+        if curve.outside and is_beyond.any():
+            _add_triangles(fig, line.x, np.where(is_beyond, y.at(height), np.nan), mark, curve.color)
             yield LegendEntry(mark, curve.color, curve.outside)
 
 
@@ -351,10 +347,12 @@ def add_band(fig: figure, x: ArrayLike, low: ArrayLike, high: ArrayLike, axis: S
         fig.add_glyph(ColumnDataSource({"xs": xs, "ys": ys}), filled)
 
 
-def _add_triangles(fig: figure, x: Floats, y: Floats, marker: str, color: str) -> None:
+def _add_triangles(fig: figure, x: Floats, y: Floats, mark: Mark, color: str) -> None:
     """Marks where y is known, thinned out so that they do not touch."""
     points = evenly([(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(b)], _MAX_TRIANGLES)
-    marks = Scatter(marker=marker, line_color=color, fill_color=color, size=8)
+    marks = Scatter(
+        marker="triangle" if mark == "up" else "inverted_triangle", line_color=color, fill_color=color, size=8
+    )
     draw(fig, marks, x=[a for a, _ in points], y=[b for _, b in points])
 
 

@@ -20,8 +20,6 @@ from sonde.runs.report.write import report_sections, said_first
 from sonde.runs.watch.follow import FollowedRun
 
 _HOST = "127.0.0.1"
-_OWN_NAMES = (_HOST, "localhost")
-"""What a browser calls this machine. Another name in a request is one that another site has pointed here."""
 
 
 class Site(ThreadingHTTPServer):
@@ -93,15 +91,15 @@ class _Handler(BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         before, _, after = self.headers.get("Host", "").rpartition(":")
         token = query.get("token", "").encode("utf-8", "replace")
-        # How long the comparison takes says nothing about the token.
-        if (before or after) not in _OWN_NAMES or not hmac.compare_digest(token, site.token.encode()):
+        # Another name of this machine is one that another site has pointed here. How long the comparison takes says
+        # nothing about the token.
+        if (before or after) not in (_HOST, "localhost") or not hmac.compare_digest(token, site.token.encode()):
             self._answer("Open the address that sonde watch has printed, with its token.", HTTPStatus.FORBIDDEN)
         elif url.path == "/":
             self._answer(site.page, kind="text/html")
-        elif url.path == "/news" and query.get("run") in site.runs:
-            self._answer(json.dumps(site.news(query["run"], query.get("seen", ""))), kind="application/json")
-        elif url.path == "/figures" and query.get("run") in site.runs:
-            self._answer(json.dumps(site.figures(query["run"])), kind="application/json")
+        elif url.path in ("/news", "/figures") and (run := query.get("run", "")) in site.runs:
+            found = site.figures(run) if url.path == "/figures" else site.news(run, query.get("seen", ""))
+            self._answer(json.dumps(found), kind="application/json")
         else:
             self._answer("There is no such page.", HTTPStatus.NOT_FOUND)
 
