@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import encodings.idna  # noqa: F401 - of a host's name; the user `nobody` may not be allowed to read it
+import functools
 import json
 import os
 import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,8 +132,8 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
-    """An interface that is not there, half of torchrun's variables, and a package whose import kills the process."""
-    broken = machine(tmp_path / "site", GLOO_SOCKET_IFNAME="nope0", RANK="1")
+    """No such interface or GPU, half of torchrun's variables, and a package whose import kills the process."""
+    broken = machine(tmp_path / "site", GLOO_SOCKET_IFNAME="nope0", RANK="1", CUDA_VISIBLE_DEVICES="99")
     (tmp_path / "site" / "bokeh.py").write_text("import os; os.abort()")
     status, rows = doctor(broken, tmp_path)
     assert status == 1
@@ -140,6 +144,8 @@ def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
         "unset RANK, or start by torchrun",
         "set GLOO_SOCKET_IFNAME to one of them, or unset it",
     )
+    assert rows["devices"].state == "warning"
+    assert "finds no GPU" in rows["devices"].advice
     assert rows["report"].found.startswith("its process ended with status -6")
     assert "nope0" in rows["self-tests (ranks)"].found
     assert all(rows[name].state == "ok" for name in ("micro batches", "entropy forecast", "log"))
@@ -178,8 +184,19 @@ def test_a_host_whose_name_does_not_resolve(tmp_path: Path, monkeypatch: pytest.
     row = environment(tmp_path)["host"]
     assert (row.state, row.advice) == (
         "warning",
-        "put gpu-node-7.invalid into /etc/hosts, or set GLOO_SOCKET_IFNAME=lo",
+        "put gpu-node-7.invalid into /etc/hosts, bring its network up, or set GLOO_SOCKET_IFNAME=lo",
     )
+
+
+HAS_OWN_NETWORK = shutil.which("unshare") is not None and subprocess.call(["unshare", "-rn", "true"]) == 0
+
+
+@pytest.mark.skipif(not HAS_OWN_NETWORK, reason="a network of its own is not allowed here")
+def test_a_loopback_that_is_down(tmp_path: Path) -> None:
+    code = "import sonde.commands.doctor_checks.environment as e; print(e.checked('host', e._host).found)"
+    command = ["unshare", "-rn", sys.executable, "-c", code]
+    found = subprocess.run(command, env=machine(tmp_path), capture_output=True, text=True, check=True).stdout
+    assert found.startswith("no process here can be reached by the name")
 
 
 def test_packages_outside_their_range_and_extras_that_are_missing(
@@ -192,6 +209,9 @@ def test_packages_outside_their_range_and_extras_that_are_missing(
     monkeypatch.syspath_prepend(tmp_path)
     rows = environment(tmp_path)
     assert [rows[name].state for name in ("transformers", "wandb", "torch")] == ["warning"] * 3
+    too_old = "Metadata-Version: 2.1\nName: torch\nVersion: 2.1"
+    (tmp_path / "torch-2.99.0+cu900.dist-info" / "METADATA").write_text(too_old)
+    assert environment(tmp_path)["torch"].found.startswith("2.1, and sonde's tests ran with")
     assert rows["transformers"].found == "4.9.1, and sonde's tests ran with 5.23 to below 5.24"
     monkeypatch.setitem(sys.modules, "bokeh", None)
     report = row(tests_of_sonde.report, tmp_path / "log")
@@ -229,13 +249,12 @@ def test_all_is_well_and_a_script_is_stopped_when_a_step_was_measured(tmp_path: 
     status, rows = doctor(machine(tmp_path / "site"), tmp_path, "--unit", "images", "--", "train.py")
     assert (status, {each.state for each in rows.values()} - {"not there", "warning"}) == (0, {"ok"})
     assert [rows[name].state for name in ("DDP", "FSDP2", "report")] == ["ok"] * 3
-    assert rows["script"].found == "Sequential is measured"
-    assert (rows["script: model"].found, rows["script: optimizer"].found) == (
-        "plain, 129 trainable parameters on cpu",
-        "AdamW",
-    )
-    assert rows["script: step"].found.startswith("4 pieces per window, 32 images in all")
-    assert rows["script: step"].found.endswith(", 8 in a piece")
+    assert {name.removeprefix("script: "): row.found for name, row in rows.items() if name.startswith("script")} == {
+        "model": "plain, 129 trainable parameters on cpu, 1 data-parallel rank",
+        "optimizer": "AdamW, plain loop",
+        "unit": "images: the rows of what the model is called with",
+        "step": "4 pieces per window, 32 images in all, 8 in a piece",
+    }
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "site"}
 
 
@@ -250,14 +269,56 @@ def test_why_a_script_is_not_measured_and_nothing_of_it_is_left(
         monkeypatch.setenv(name, value)
     (refused,) = script_checks(RunOptions(nproc=2), ["train.py"], 60.0)
     assert refused.state == "fails"
-    assert "neither in DDP nor cut by FSDP2" in refused.found
-    assert refused.advice.startswith("pass --reduced-by-hand")
-    assert refused.advice.endswith("by itself")
-    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
-    assert len(pids) == 2
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert refused.found.startswith("not measured: the model is neither in DDP nor cut by FSDP2")
+    assert "pass --reduced-by-hand" in refused.found
+    assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+WITH_CHILDREN = f"""
+import os, pathlib, subprocess
+child = subprocess.Popen(["sleep", "300"])
+for pid in (child.pid, os.getpid()):
+    pathlib.Path(f"pid-{{pid}}").touch()
+{FOR_EVER}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_doctor_that_is_told_to_end_ends_the_script_its_ranks_and_their_children(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(WITH_CHILDREN)
+    # Tests that run in the background ignore Ctrl-C, and so would what they start.
+    as_in_a_terminal = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-m", "sonde", "doctor", "--nproc", "2", "--", "train.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=machine(tmp_path / "site"), stdout=subprocess.PIPE, preexec_fn=as_in_a_terminal
+    ) as process:
+        try:
+            waits_until = time.monotonic() + 120.0
+            while len(pids(tmp_path)) < 4 and time.monotonic() < waits_until:
+                time.sleep(0.1)
+            process.send_signal(number)
+            status = process.wait(60.0)
+            left = [pid for pid in pids(tmp_path) if is_alive(pid)]
+            assert (len(pids(tmp_path)), left, status) == (4, [], 130)
+        finally:
+            process.kill()
+            for pid in filter(is_alive, pids(tmp_path)):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_script_that_takes_no_step_or_fails(tmp_path: Path) -> None:
@@ -265,6 +326,9 @@ def test_a_script_that_takes_no_step_or_fails(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise KeyError('loss')")
     (slept,) = script_checks(RunOptions(), [str(tmp_path / "sleeps.py")], 0.5)
     (failed,) = script_checks(RunOptions(), [str(tmp_path / "fails.py")], 30.0)
+    (tmp_path / "no_step.py").write_text("import torch\ntorch.optim.SGD([torch.zeros(1)], 0.1)")
+    (untrained,) = script_checks(RunOptions(), [str(tmp_path / "no_step.py")], 30.0)
+    assert untrained.found.startswith("not measured: the script made an optimizer, and took no step")
     assert (slept.found, slept.advice) == ("no step was seen in 0.5 s.", "pass a longer --seconds")
     assert failed.found.startswith("it ended with status 1")
     assert failed.found.endswith("KeyError: 'loss'")

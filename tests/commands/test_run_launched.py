@@ -54,7 +54,7 @@ def test_a_script_is_measured_as_it_is_launched(name: str, tmp_path: Path) -> No
     assert same_weights(torch.load(tmp_path / "w.pt"), without.weights)
     assert ended.err.count("sonde: B_simple") == 1, ended.err
     assert f"  ranks     {ranks} data-parallel rank" in ended.err
-    assert "nothing was measured" not in ended.err
+    assert "not measured" not in ended.err
     (folder,) = (tmp_path / "runs").iterdir()
     run = sonde.read_run(folder)
     assert (run.readings[-1].window, run.readings[-1].dropped, run.header.unit) == (12, {}, "images")
@@ -100,4 +100,4 @@ def test_a_script_without_an_optimizer_says_so(tmp_path: Path) -> None:
     ended = launched(["--", "train.py", "w.pt", "--lr", "3"], tmp_path)
     assert (ended.status, ended.out) == (0, "3 ['--lr', '3'] []\n")
     assert not (tmp_path / "runs").exists()
-    assert ended.err == "sonde: nothing was measured: the script made no torch.optim.Optimizer\n"
+    assert ended.err == "sonde: not measured: the script made no torch.optim.Optimizer\n"

@@ -96,10 +96,12 @@ def _host() -> Check:
         return Check("host", "fails", found, f"set {_INTERFACE} to one of them, or unset it")
     try:
         family, _, _, _, address = socket.getaddrinfo(name, 0)[0]
-        socket.create_server(address[:2], family=family).close()
+        with socket.create_server(address[:2], family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=5.0).close()
     except OSError as error:
-        found = f"the name {name} leads to no address of this machine ({error.strerror})"
-        return Check("host", "warning", found, f"put {name} into /etc/hosts, or set {_INTERFACE}=lo")
+        found = f"no process here can be reached by the name {name} ({error.strerror or error})"
+        advice = f"put {name} into /etc/hosts, bring its network up, or set {_INTERFACE}=lo"
+        return Check("host", "warning", found, advice)
     return Check("host", "ok", f"{name} is {address[0]}")
 
 

@@ -170,8 +170,10 @@ def devices(_: Path) -> Check:
         name = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)()
         found += f", {torch.accelerator.device_count()} × {name}"
         found += "" if has_float64(device) else " without fp64: sums are in fp32"
-    if torch.version.cuda and not torch.cuda.is_available():
-        advice = "torch is built for CUDA, and finds no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    is_asked_for = torch.version.cuda or os.environ.get("CUDA_VISIBLE_DEVICES", "-1") not in ("", "-1")
+    if device.type == "cpu" and is_asked_for:
+        built = "for CUDA" if torch.version.cuda else "without CUDA"
+        advice = f"torch is built {built}, and finds no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES"
     elif torch.cuda.device_count() > 1 and "nccl" not in backends:
         advice = "install a torch with NCCL to use several GPUs"
     return Check("devices", "warning" if advice else "ok", found, advice)

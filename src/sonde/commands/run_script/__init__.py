@@ -1,4 +1,4 @@
 """What `sonde run` does inside the script that it measures."""
 
-NAMES_MODELS = "SONDE_NAMES_MODELS"
-"""Environment variable of a script whose measured models are named on stderr, as `sonde doctor` wants it."""
+NOT_MEASURED = "not measured"
+"""Is in each sentence that says why a model of the script is not measured."""

@@ -22,7 +22,7 @@ import sonde
 from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
 from sonde.batch_size.hooks import in_backward
 from sonde.batch_size.step_watch import Arguments, with_closure
-from sonde.commands.run_script import NAMES_MODELS
+from sonde.commands.run_script import NOT_MEASURED
 from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
 from sonde.commands.run_script.settings import Settings
@@ -151,7 +151,7 @@ class ScriptWatcher:
             self._refuse([], str(error))
             return
         self._trainings[-1] = training
-        self._measures(training)
+        self._all.append(training)
 
     def trainer_ends(self) -> None:
         """The last training that began has ended, or has raised: its optimizers are done."""
@@ -168,7 +168,7 @@ class ScriptWatcher:
 
     def fail(self, error: Exception) -> None:
         """Nothing more is measured, after an error of sonde's own."""
-        say(f"measuring stops, since sonde failed ({type(error).__name__}: {error}). The script goes on")
+        say(f"{NOT_MEASURED} from here on, since sonde failed ({type(error).__name__}: {error}). The script goes on")
         self._has_failed = True
 
     def script_ends(self) -> None:
@@ -181,11 +181,11 @@ class ScriptWatcher:
             self._search.stop()
             reason = "the script ended" if kind is None else f"the script was stopped by {kind.__name__}"
             if not (self._all or self._has_refused or self._has_failed or self._settings.has_log):
-                say("nothing was measured: the script made an optimizer, and took no step with a model that it called")
+                say(f"{NOT_MEASURED}: the script made an optimizer, and took no step with a model that it called")
             self._close_all(reason)
             # Trainings that took no step were given up. They are passed over, unless none took any.
             told = [each for each in self._all if each.n_windows] or self._all[-1:]
-            if self._has_failed:
+            if self._has_failed or self._settings.for_doctor:
                 told = []
             for number, each in enumerate(told, 1):
                 name = f"{number}. {each.name}: " if len(told) > 1 else ""
@@ -220,15 +220,10 @@ class ScriptWatcher:
             is_alone = NOT_ON_ALL_RANKS in getattr(error, "__notes__", ())
             self._refuse(found.optimizers, f"{error}", is_alone=is_alone)
             return
-        self._measures(model)
+        self._all.append(model)
         self._models.append(model)
         atexit.unregister(self.script_ends)
         atexit.register(self.script_ends)  # the last one comes first: before the probe closes itself
-
-    def _measures(self, each: MeasuredModel | MeasuredTrainer) -> None:
-        self._all.append(each)
-        if NAMES_MODELS in os.environ:
-            say(f"{each.name} is measured")
 
     def _close_all(self, reason: str) -> None:
         for each in self._all:
@@ -249,7 +244,7 @@ class ScriptWatcher:
         """Leave these optimizers alone, and say why; on each rank if it `is_alone` with this reason."""
         self._refused.update(optimizers)
         self._has_refused = True
-        say(f"not measured: {why}. The script runs on", on_every_rank=is_alone)
+        say(f"{NOT_MEASURED}: {why}. The script runs on", on_every_rank=is_alone)
 
 
 def _say_end(name: str, measured: MeasuredModel | MeasuredTrainer, *, writes_report: bool) -> None:

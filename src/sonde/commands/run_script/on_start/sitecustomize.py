@@ -204,7 +204,7 @@ def _say_that_no_optimizer_was_made() -> None:
     is_the_script = os.getpid() == _SETTINGS["pid"] and _SETTINGS["command"][0].endswith(".py")
     log = os.path.join(_SETTINGS["folder"], "records.jsonl")
     if is_the_script and not (_Watcher.is_on or _Watcher.has_failed or os.path.exists(log)):
-        _say("nothing was measured: the script made no torch.optim.Optimizer")
+        _say("not measured: the script made no torch.optim.Optimizer")
 
 
 def _say(text: str) -> None:
