@@ -39,11 +39,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def as_launched(port: int) -> Iterator[None]:
-    """As if torchrun had started this rank, on the CPU. Accelerate holds one state for the process: it ends here."""
+def as_launched(port: int, **others: str) -> Iterator[None]:
+    """As if torchrun had started this rank, on the CPU, with these variables too.
+
+    Accelerate holds one state for the process: it ends here.
+    """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", **others}
     os.environ |= ours
     from accelerate.state import AcceleratorState
 
@@ -58,7 +61,7 @@ def as_launched(port: int) -> Iterator[None]:
 
 
 def fsdp2() -> Any:
-    """Accelerate's plugin for FSDP2, which cuts all layers. Call it in `as_launched`, before an Accelerator is made.
+    """Accelerate's plugin for FSDP2, which cuts all layers: after TrainingArguments, before an Accelerator.
 
     Accelerate takes a plugin on accelerators only, though FSDP2 itself runs on CPUs: it is told that it has some.
     """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from tests.integrations.as_launched import fsdp2
 from tests.integrations.plain_loop import Piece
 
 VOCABULARY, WIDEST = 29, 12
@@ -74,9 +75,12 @@ def trainer_of(folder: Path | str, *, kind: type[Trainer] = Trainer, model: Any 
         for name in ("train_dataset", "eval_dataset", "data_collator", "callbacks")
         if name in options
     }
+    args = TrainingArguments(**arguments(folder, **options))
+    if args.fsdp:
+        fsdp2()
     return kind(
         model=gpt2() if model is None else model,
-        args=TrainingArguments(**arguments(folder, **options)),
+        args=args,
         **({"train_dataset": ragged_texts(80), "data_collator": padded} | ours),
     )
 

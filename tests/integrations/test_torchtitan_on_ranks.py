@@ -12,6 +12,7 @@ import torch
 
 from tests.integrations.as_launched import reading_of_all, result_of
 from tests.integrations.plain_loop import BY_PIECES, plain_loop, same_numbers
+from tests.integrations.test_own_norm_on_ranks import check_said, clip_by_shard, usual
 from tests.ranks import Ranks
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
@@ -129,3 +130,28 @@ def test_one_collective_clips(new_ranks: Ranks, options: dict[str, Any], is_meas
         assert result["collectives"][1] == 1
         assert result["off"] < 1e-4
         assert result["is_measured"] is is_measured
+
+
+def _own_norm(is_wrong: bool) -> tuple[list[str], float]:
+    """What is said at the end of a training, and torchtitan's usual norm over the true one."""
+    warnings.simplefilter("ignore")
+    from tests.integrations.titan_trainer import config_of, integration, titan, trainer_of
+
+    factors: list[float] = []
+    trainer, dist_utils = trainer_of(config_of(tempfile.mkdtemp(), ranks=2, accumulates=2)), titan.dist_utils
+    for name, parameter in trainer.model_parts[0].named_parameters():
+        # Of the vocabulary, batches have few tokens, whose rows the first rank holds.
+        parameter.requires_grad_(name.startswith("layers"))
+    probe = integration.attach(trainer, unit="rows", on_error="raise", **BY_PIECES)
+    clip = dist_utils.clip_grad_norm_
+    try:
+        dist_utils.clip_grad_norm_ = clip_by_shard(factors) if is_wrong else clip
+        trainer.train()
+    finally:
+        dist_utils.clip_grad_norm_ = clip
+    return [*probe.guarded.said_at_end], usual(factors)
+
+
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["shard", "right"])
+def test_the_norm_of_a_shard_is_named_with_its_factor(new_ranks: Ranks, is_wrong: bool) -> None:
+    check_said(is_wrong, *new_ranks(_own_norm, is_wrong)[0])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.as_launched import as_launched, free_port, fsdp2, reading_of_all, result_of
+from tests.integrations.as_launched import as_launched, free_port, reading_of_all, result_of
 from tests.integrations.plain_loop import BY_PIECES, Piece, plain_loop, same_numbers, whole_weights
 from tests.ranks import Ranks
 
@@ -23,8 +23,6 @@ def _trainer_of(kind: str, **options: Any) -> Any:
     if kind == "Trainer":
         from tests.integrations import hf_trainer
 
-        if "fsdp" in options:
-            fsdp2()
         if options.pop("has_own_loss", False):
             options["kind"] = hf_trainer.OwnLoss
         return hf_trainer.trainer_of(tempfile.mkdtemp(), **options)

@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from sonde.demos.arithmetic import task
+from tests.integrations.as_launched import fsdp2
 from tests.integrations.hf_trainer import arguments
 
 SUMS = [(f"{a}+{b}=", f"{a + b}", f"{a + b + 1}") for a in range(10) for b in range(8)]
@@ -23,9 +24,12 @@ def options_of(folder: Path | str, **options: Any) -> dict[str, Any]:
 
 def sft(folder: Path | str, *, kind: type[SFTTrainer] = SFTTrainer, lora: bool = False, **options: Any) -> SFTTrainer:
     torch.manual_seed(0)  # of LoRA's own weights
+    args = SFTConfig(**options_of(folder, **options))
+    if args.fsdp:
+        fsdp2()
     return kind(
         model=task.model(),
-        args=SFTConfig(**options_of(folder, **options)),
+        args=args,
         train_dataset=Dataset.from_list([{"prompt": sum_, "completion": right} for sum_, right, _ in SUMS]),
         processing_class=task.tokenizer(),
         peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,

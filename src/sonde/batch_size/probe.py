@@ -458,6 +458,19 @@ class NoiseScaleProbe:
         assert norm is not None
         return norm
 
+    def takes_all(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a norm of these is that of the present window's gradient, if the window is measured.
+
+        Args:
+            tensors: all parameters, or all gradients that this rank has; `to_local()` makes new tensors of them.
+        """
+        parameters = self._wrapper.parameters.values() if self.measures_now else ()
+        if {id(p) for p in parameters} <= {id(t) for t in tensors}:
+            return self.measures_now
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        here = {gradient.data_ptr() for gradient in gradients if gradient.numel()}
+        return bool(here) and here <= {local_tensor(t).data_ptr() for t in tensors}
+
     def note_clip(self, norm: Tensor, max_norm: float | None) -> None:
         """Note a clip by the loop itself, for the log: call it before `step()`, after the clip.
 

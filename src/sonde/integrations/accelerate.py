@@ -22,7 +22,6 @@ from sonde.integrations.guarded import (
     is_wrapped,
     warn_if_untested,
 )
-from sonde.parallel.placements import is_partial
 from sonde.records import LogOrPlaces, logger
 from sonde.version import TESTED, install_hint
 
@@ -143,15 +142,12 @@ class AccelerateProbe(Attached):
     def _clip_grad_norm_(
         self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Any:
+        if not self._clips:
+            return self.guarded.watched(original, parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
-        ends_window = is_whole and self.accelerator.sync_gradients
-        if not self._clips:
-            norm = original(parameters, max_norm, norm_type)
-            is_noted = ends_window and not is_partial(norm)  # the loop may still sum it over ranks
-            return self.guarded.note_clip(norm, max_norm, norm_type) if is_noted else norm
         self.accelerator.unscale_gradients()
-        clip = self.guarded.clip if ends_window else clip_grad_norm_
+        clip = self.guarded.clip if is_whole and self.accelerator.sync_gradients else clip_grad_norm_
         return clip(parameters, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.attach import attach
@@ -18,6 +19,8 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.units import unit_names
 from sonde.console import tell
 from sonde.gradient_norm.clip import clip_grad_norm_
+from sonde.integrations.own_norms import FUNCTIONS
+from sonde.parallel.placements import is_partial
 from sonde.parallel.unwrap import Optimizers
 from sonde.records import LogOrPlaces, log_of, logger
 
@@ -69,6 +72,7 @@ class GuardedProbe:
 
     Attributes:
         probe: while it measures.
+        reads_parts: whether the trainer logs its own rank's part of a norm that is still to be summed over ranks.
         backward: the method that must run each backward of a piece, as the user calls it; None if the trainer calls it.
 
     Raises:
@@ -95,6 +99,7 @@ class GuardedProbe:
             )
         self.probe: NoiseScaleProbe | None = None
         self.units, self.weight = units, weight
+        self.reads_parts = False
         self.backward: str | None = None
         self._options = {"units_per_piece": None, "verbose": verbose, **options}
         self._log, self._run_log = log, log_of(log)
@@ -211,18 +216,25 @@ class GuardedProbe:
             norm = self._end_window(lambda probe: probe.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=raises))
         return clip_grad_norm_(parameters, max_norm, norm_type, **options) if norm is None else norm
 
-    def note_clip(self, norm: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Note a clip by the trainer's own function, and return its norm as it is.
+    def watch_norms(self) -> contextlib.AbstractContextManager[object]:
+        """A context in which norms that the trainer takes of all gradients, by torch's functions, are noted."""
+        if self.probe is None or not self.probe.measures_now:
+            return contextlib.nullcontext()
+        wrappers = {name: functools.partial(calls, self._note_norm) for name, calls in FUNCTIONS.items()}
+        return WrappedMethods(torch.nn.utils, **wrappers)
 
-        Args:
-            norm: of all that the optimizer holds, before the clip.
-            max_norm: as the function got it; infinite where it only takes the norm.
-            norm_type: likewise; norms of another type than 2 are not noted.
-        """
-        if isinstance(norm, Tensor) and norm_type == 2:
-            most = max_norm if math.isfinite(max_norm) else None
-            self._try("the trainer's own norm is not in the log", lambda probe: probe.note_clip(norm, most))
-        return norm
+    def watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps a method of a trainer that clips: see `watch_norms`."""
+        with self.watch_norms():
+            return original(*args, **kwargs)
+
+    def _note_norm(self, tensors: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> None:
+        def note(probe: NoiseScaleProbe) -> None:
+            if probe.takes_all(tensors):
+                probe.note_clip(norm, max_norm)
+
+        if self.reads_parts or not is_partial(norm):  # the trainer may still sum it over ranks
+            self._try("the trainer's own norm is not in the log", note)
 
     def zeroed(self) -> None:
         """Gradients are zeroed. Where no step came first, the pieces before do not count."""

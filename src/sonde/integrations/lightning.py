@@ -24,9 +24,9 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
     """Measures the gradient noise scale of a Lightning run: `L.Trainer(callbacks=[NoiseScale(unit="images")])`.
 
     Weights are bit for bit those of a run without it, with automatic and with manual optimization. The probe is
-    attached when training starts. Each batch is a piece, and each optimizer step ends a window, before gradients are
-    clipped. The trainer's loggers have the headline's metrics every `log_every_n_steps`. Checkpoints hold the averages,
-    and a training that resumes goes on with them.
+    attached when training starts. Each batch is a piece, and each optimizer step ends a window. The trainer's loggers
+    have the headline's metrics every `log_every_n_steps`. Checkpoints hold the averages, and a training that resumes
+    goes on with them.
 
     Args:
         unit: plural name of the independent sample. Several names need `units`.
@@ -62,8 +62,8 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
         super().__init__(GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose))
         self._saved: Any = None
         self._batch: Any = None
-        self._piece = contextlib.ExitStack()
-        self._has_stepped = False
+        self._piece, self._norms = contextlib.ExitStack(), contextlib.ExitStack()
+        self._has_stepped, self._n_before = False, 0
 
     # Hooks of Lightning, in their order.
 
@@ -89,22 +89,33 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, whose units are counted if its window is measured."""
         self._batch, self._has_stepped = batch, False
+        self._norms.enter_context(self.guarded.watch_norms())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Begin the piece, which further backwards of the same batch join."""
         self._piece.enter_context(self.guarded.piece(lambda: self.guarded.counts(_rows, self._batch)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """End the piece, whose backward ran in the optimizer's closure, and the window: gradients are unscaled."""
+        """End the piece, whose backward ran in the optimizer's closure: gradients are unscaled.
+
+        Where Lightning clips by the norm, that comes next, and the optimizer's step ends the window. Other ways to clip
+        change the direction of the gradient, so the window ends before.
+        """
         self._piece.close()
-        self.guarded.step()
-        self._has_stepped = True
+        self._has_stepped, self._n_before = True, self._n_windows
+        is_own = type(pl_module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping
+        if is_own or trainer.gradient_clip_algorithm == "value" or not pl_module.automatic_optimization:
+            self.guarded.step()
+            self._norms.close()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the piece of a batch without a step; after steps, log."""
         self._piece.close()
+        self._norms.close()
+        if self._has_stepped and self._n_windows == self._n_before:  # a GradScaler has left the step out
+            self.guarded.step()
         if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
             self.guarded.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
         self._batch = None
@@ -119,7 +130,12 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the log, without waiting for ranks that may be gone."""
         self._piece.__exit__(type(exception), exception, None)  # the backward of this piece may have failed
+        self._norms.close()
         self.guarded.fail(exception)
+
+    @property
+    def _n_windows(self) -> int:
+        return 0 if self.probe is None else self.probe.n_windows
 
     # Checkpoints.
 

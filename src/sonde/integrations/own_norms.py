@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def _noted(note: Note, tensors: Any, use: Callable[[Any], Any], max_norm: Any, n
     result = use(tensors)
     norm = result if by is None else by
     if float(norm_type) == 2.0 and isinstance(norm, Tensor):
-        note(every, norm, None if max_norm is None else float(max_norm))
+        note(every, norm, None if max_norm is None or max_norm == math.inf else float(max_norm))
     return result
 
 

@@ -108,7 +108,7 @@ class TorchtitanProbe(Attached):
         self._trainer, parts = trainer, trainer.model_parts
         model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
         guarded.begin(model, list(trainer.optimizers), refused=_why_refused(trainer))
-        wrappers: dict[str, Any] = {"train_step": self._train_step} if clips else {}
+        wrappers: dict[str, Any] = {"train_step": self._train_step if clips else guarded.watched}
         wrappers |= {"forward_backward_step": self._forward_backward_step, "train": self._train}
         self.undo.enter_context(WrappedMethods(trainer, **wrappers))
         self.undo.enter_context(WrappedMethods(trainer.metrics_processor, log=self._log))

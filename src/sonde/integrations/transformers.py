@@ -98,10 +98,11 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         super().__init__(guarded)
         self.trainer, self._batches = trainer, batches
         guarded.backward = "self.accelerator.backward(loss)"
+        guarded.reads_parts = True  # the trainer logs item() of the norm
         methods: dict[str, Any] = {"train": guarded.train, "training_step": self._training_step, "log": self._log}
         methods["_save_checkpoint"] = self._save_checkpoint
         self.undo.enter_context(WrappedMethods(trainer, **methods))
-        self.undo.enter_context(WrappedMethods(trainer.accelerator, clip_grad_norm_=self._clip_grad_norm_))
+        self.undo.enter_context(WrappedMethods(trainer.accelerator, clip_grad_norm_=guarded.watched))
         self.undo.callback(trainer.pop_callback, self)
         trainer.add_callback(self)
 
@@ -119,12 +120,6 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
 
         with WrappedMethods(self.trainer.accelerator, backward=backward), piece:
             return original(model, inputs, num_items_in_batch)
-
-    def _clip_grad_norm_(
-        self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
-    ) -> Any:
-        """The trainer clips all parameters, and logs `item()` of this norm."""
-        return self.guarded.note_clip(original(parameters, max_norm, norm_type), max_norm, norm_type)
 
     def _count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
         counts = self._batches.count(inputs, loss, n_items)

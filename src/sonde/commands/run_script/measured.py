@@ -19,9 +19,9 @@ from sonde.commands.run_script.model_search import ModelOfOptimizers, trainable
 from sonde.commands.run_script.settings import LogOfScript, Settings
 from sonde.commands.run_script.units import units_in_batch, units_of
 from sonde.integrations.guarded import GuardedProbe
-from sonde.parallel.placements import is_dtensor, is_partial, local_tensor
+from sonde.parallel.placements import is_dtensor, is_partial
 from sonde.parallel.refused_models import kinds_of, living_of
-from sonde.parallel.unwrap import parameters_of, unwrap_model
+from sonde.parallel.unwrap import unwrap_model
 
 PATIENCE = 2.0
 """Seconds in which other ranks may still sum the last windows with this one. They may be gone."""
@@ -58,9 +58,8 @@ class MeasuredModel:
             self._probe.judge_further_backwards(self._why_no_micro_batch)
         self.optimizers = weakref.WeakSet(found.optimizers)
         """Those that step the model. When all are gone, the script is done with its training."""
-        self._partial: weakref.ref[Tensor] | None = None
-        self._reads_parts = False
-        """The last norm that was still to be summed over ranks; whether the script reads such norms before."""
+        self.reads_parts = False
+        """Whether the script reads its own rank's part of norms that are still to be summed over ranks."""
         self._n_windows = 0
         self.said_at_end: Sequence[str] = ()
         """What to say of it when the script ends, in lines."""
@@ -93,30 +92,15 @@ class MeasuredModel:
         """Whether it has taken its last step before the other model was attached, as that of an earlier fold has."""
         return 0 < self.n_windows == other.n_windows_before.get(self)
 
-    def clipped(self, tensors: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> None:
-        """Note the norm of these parameters or gradients, and a clip by it, if they are all of the model's."""
-        if not self.probe.measures_now or not (
-            self._parameters <= dict.fromkeys(map(id, tensors)).keys() or self._are_all_gradients(tensors)
-        ):
-            return
-        if is_partial(norm):
-            self._partial = weakref.ref(norm)
-            if not self._reads_parts:  # what it does with the norm is not known yet: it may sum it over ranks
-                return
-        self.probe.note_clip(norm, max_norm)
+    def clipped(self, tensors: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> bool:
+        """Note the norm of these parameters or gradients, and a clip by it. Returns whether they are all it has.
 
-    def _are_all_gradients(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these hold all gradients of the model that this rank has: `to_local()` makes new tensors of them."""
-        held = {local_tensor(t).data_ptr() for t in tensors}
-        gradients = [
-            p.grad for p in parameters_of(*self.optimizers) if id(p) in self._parameters and p.grad is not None
-        ]
-        here = {local_tensor(g).data_ptr() for g in gradients if local_tensor(g).numel()}
-        return bool(here) and here <= held
-
-    def reads_part_of(self, norm: Tensor) -> None:
-        """Note that the script reads this rank's part of a norm that is still to be summed over ranks."""
-        self._reads_parts |= self._partial is not None and self._partial() is norm
+        What the script does with a norm that is still to be summed over ranks is not known before it `reads_parts`.
+        """
+        is_whole = self.probe.takes_all(tensors)
+        if is_whole and (self.reads_parts or not is_partial(norm)):
+            self.probe.note_clip(norm, max_norm)
+        return is_whole
 
     def close(self, reason: str) -> None:
         """Remove all hooks, end the log and let go of the model. Other ranks may be gone: they are not waited for long.

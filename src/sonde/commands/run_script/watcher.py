@@ -53,6 +53,8 @@ class ScriptWatcher:
         """All that was measured, in the order in which it began."""
         self._models: list[MeasuredModel] = []
         """Models whose optimizers may still step."""
+        self._clipped: list[MeasuredModel] = []
+        """Models of whose whole gradient the last norm was."""
         self._trainings: list[MeasuredTrainer | None] = []
         """Trainings of trainers that go on now, one inside the other: optimizers that step there are theirs."""
         self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -119,28 +121,19 @@ class ScriptWatcher:
         for model in self._models_with(owner):
             model.probe.discard()
 
-    def clipped(self, tensors: Sequence[Tensor], norm: Any, max_norm: float | None, norm_type: float) -> Any:
-        """The norm of parameters' gradients, or of gradients, was taken by a function of torch, or used to clip.
-
-        Args:
-            tensors: the parameters, or the gradients.
-            norm: of them, before the clip.
-            max_norm: of the clip; None without one.
-            norm_type: p of the p-norm.
+    def clipped(self, tensors: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> Any:
+        """The norm of parameters' gradients, or of gradients, was taken by a function of torch: see `own_norms.Note`.
 
         Returns:
             A weak reference to the norm, if it is still to be summed over ranks.
         """
-        if not self._models or float(norm_type) != 2.0 or not isinstance(norm, Tensor):
-            return None
-        for model in self._models:
-            model.clipped(tensors, norm, None if max_norm is None else float(max_norm))
+        self._clipped = [model for model in self._models if model.clipped(tensors, norm, max_norm)]
         return weakref.ref(norm) if is_partial(norm) else None
 
-    def reads_part_of(self, norm: Tensor) -> None:
-        """The script reads this rank's part of a norm that is still to be summed over ranks."""
-        for model in self._models:
-            model.reads_part_of(norm)
+    def reads_part_of(self) -> None:
+        """The script reads this rank's part of the last norm, which is still to be summed over ranks."""
+        for model in self._clipped:
+            model.reads_parts = True
 
     def trainer_begins(self, trainer: Any) -> None:
         """transformers' Trainer begins to train: its batches are known better than by the calls of its model."""

@@ -92,28 +92,17 @@ def _watch_norms() -> None:
     """Tell sonde of the norms that the script takes, and of those that it clips by."""
     import torch.nn.utils.clip_grad
 
-    def told(tensors: Any, use: Any, max_norm: Any, norm_type: Any = 2.0, by: Any = None) -> Any:
+    def note(*taken: Any) -> None:
+        _Watcher.partial = _tell("clipped", *taken)
+
+    def watched_norm(name: str, norm: Any, *args: Any, **kwargs: Any) -> Any:
         if not _Watcher.is_on:
-            return use(tensors)
-        every = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if not isinstance(tensors, torch.Tensor | list | tuple):  # it may be used up now
-            tensors = (t for t in every)
-        norm = use(tensors)
-        _Watcher.partial = _tell("clipped", every, norm if by is None else by, max_norm, norm_type)
-        return norm
+            return norm(*args, **kwargs)
+        return importlib.import_module("sonde.integrations.own_norms").FUNCTIONS[name](note, norm, *args, **kwargs)
 
-    def watched_clip(clip: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **more: Any) -> Any:
-        return told(parameters, lambda p: clip(p, max_norm, norm_type, *args, **more), max_norm, norm_type)
-
-    def watched_total(total: Any, tensors: Any, norm_type: Any = 2.0, *args: Any, **more: Any) -> Any:
-        return told(tensors, lambda t: total(t, norm_type, *args, **more), None, norm_type)
-
-    def watched_clip_by(clip: Any, parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **more: Any) -> Any:
-        return told(parameters, lambda p: clip(p, max_norm, total_norm, *args, **more), max_norm, by=total_norm)
-
-    _replace("clip_grad_norm_", watched_clip, torch.nn.utils.clip_grad, torch.nn.utils)
-    _replace("get_total_norm", watched_total, torch.nn.utils)
-    _replace("clip_grads_with_norm_", watched_clip_by, torch.nn.utils)
+    for name in ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"):
+        owners = [each for each in (torch.nn.utils, torch.nn.utils.clip_grad) if hasattr(each, name)]
+        _replace(name, functools.partial(watched_norm, name), *owners)
 
 
 def _watch_dtensors() -> None:
@@ -122,7 +111,7 @@ def _watch_dtensors() -> None:
 
     def watched_read(read: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if _Watcher.partial is not None and _Watcher.partial() is tensor:
-            _tell("reads_part_of", tensor)
+            _tell("reads_part_of")
         return read(tensor, *args, **kwargs)
 
     for name in ("to_local", "item", "__float__"):
