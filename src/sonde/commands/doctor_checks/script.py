@@ -68,12 +68,8 @@ def _rows_of(log: Path) -> Iterator[Check]:
         model = f"{setup['wrapper']}, {plural(setup['parameters'], 'trainable parameter')} on {setup['device']}"
         yield Check("script: model", "ok", f"{model}, {plural(setup['ranks'], 'data-parallel rank')}")
         yield Check("script: optimizer", "ok", f"{setup['optimizer']}, {setup['trainer']}")
-<<<<<<< HEAD
-        yield Check("script: unit", "ok", f"{unit}: {in_words_of_run(setup['units_by_forward'] or 'counted')}")
-=======
         counted = f": {setup['units_by_forward']}" if setup["units_by_forward"] else ""
         yield Check("script: unit", "ok", in_words_of_run(unit + counted))
->>>>>>> h-norm
         n, n_units = first.pieces["per_window"], first.metrics["gns/units_per_window"]
         if first.dropped or not n_units:
             yield Check("script: step", "fails", f"{NOT_MEASURED}: {', '.join(first.dropped) or first.reason}")

@@ -145,12 +145,8 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
             found.optimizers,
             unit=settings.unit or "rows",
             units_per_piece=units,
-<<<<<<< HEAD
-            **settings.of_attach,
-=======
             **settings.pace,
             verbose=not settings.for_doctor,
->>>>>>> h-norm
             grad_scaler=scaler,
             process_group=group,
             trainer=trainer_of(model, *found.optimizers),
@@ -237,11 +233,7 @@ class MeasuredTrainer(GuardedProbe):
         from sonde.integrations.transformers_batches import MicroBatches
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
-<<<<<<< HEAD
-        options = {"unit": settings.unit or batches.unit, "trainer": batches.trainer_name, **settings.of_attach}
-=======
         options = {"unit": settings.unit or batches.unit, "trainer": batches.trainer_name, **settings.pace}
->>>>>>> h-norm
         super().__init__(options, verbose=not settings.for_doctor)
         self.name, self._new_log = type(trainer).__name__, settings.log
         self.file: LogOfScript | None = None

@@ -66,10 +66,9 @@ class Settings:
         return _is_of_start(Path(self.folder), self.start)
 
     @property
-    def of_attach(self) -> dict[str, Any]:
-        """Arguments of `sonde.attach`: how many windows are measured, and whether what was found is said."""
-        pace = {"budget": self.budget, "allowance": self.allowance, "every": self.every}
-        return {**pace, "verbose": not self.for_doctor}
+    def pace(self) -> dict[str, Any]:
+        """Arguments of `sonde.attach`: how many windows are measured."""
+        return {"budget": self.budget, "allowance": self.allowance, "every": self.every}
 
     def in_environment(self) -> str:
         """The value of the variable."""
