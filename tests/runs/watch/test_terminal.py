@@ -75,7 +75,7 @@ def test_long_lines_stay_indented(tmp_path: Path, width: int) -> None:
     assert max(map(len, further)) <= width
 
 
-@pytest.mark.parametrize("width", [80, 120, 46])
+@pytest.mark.parametrize("width", [80, 120, 58])
 def test_runs_that_do_not_fit_have_a_line_each(tmp_path: Path, width: int) -> None:
     for k in range(6):
         header, alerts = header_record(run=f"a long name of experiment {k}"), [alert_record(window=900)] * (k == 2)
