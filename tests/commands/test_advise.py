@@ -265,6 +265,10 @@ def test_of_a_run_whose_batch_grew_nothing_is_said_but_what_follows(
     found = asked(capsys, str(written(tmp_path / "grown", [header(), *grown])))
     assert list(found["advice"]) == ["from here on"]
     assert found["notes"][0] == "The batch changed during this run: advice is about what follows."
+    [panel] = verdict_panels(sonde.read_run(tmp_path / "grown"))
+    assert "like this one" not in panel.headline + panel.detail + panel.action
+    assert main(["advise", str(tmp_path / "grown"), "--budget", "9", "--cost-per-hour", "12"]) == 2
+    assert "its batch changed" in capsys.readouterr().err
     # A short window at the end of each epoch changes nothing.
     short = [with_metrics(r, {"run/units_seen": 640.0 * (i + 1) - 48 * (i // 20)}) for i, r in enumerate(records)]
     assert "for a run like this one" in asked(capsys, str(written(tmp_path / "short", [header(), *short])))["advice"]

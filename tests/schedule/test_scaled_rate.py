@@ -110,6 +110,27 @@ def test_the_rule_of_adam_and_what_a_failed_step_leaves(as_tensor: bool) -> None
     assert seen[-1] == before
 
 
+@pytest.mark.parametrize("rule", ["linear", {2: 0.5, 4: 2.0}])
+def test_groups_that_share_a_tensor_of_the_rate_are_scaled_once(rule: Any) -> None:
+    """A table's first entry counts too."""
+    model, taken = torch.nn.Linear(2, 2), list[list[float]]()
+    rate = torch.tensor(1.0)
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=rate)
+    place = iter([2, 4, 4, 2])
+    now: Any = [rule, 2, 2]
+    scaled = ScaledRate(optimizer, lambda: tuple(now), [(rule, 2, 2), (rule, 4, 2)])
+    optimizer.register_step_pre_hook(lambda *_: taken.append([float(group["lr"]) for group in optimizer.param_groups]))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for now[1] in place:
+        optimizer.step()
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [1.0, 1.0]
+    scaled.close()
+    factors = [0.5, 2.0, 2.0, 0.5] if isinstance(rule, dict) else [1.0, 2.0, 2.0, 1.0]
+    assert taken == [[factor, factor] for factor in factors]
+
+
 def test_a_rule_with_a_noise_scale_in_rows() -> None:
     """η'/η = (1 + 𝓑/B)/(1 + 𝓑/B'), in rows: 8 a window at first, 32 in the end."""
     model = Linear()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from tyro.conf import Positional, arg
@@ -94,7 +94,8 @@ def run_advise(options: AdviseOptions) -> int:
     run = read_run(options.run)
     found = answer(run, options)
     if options.json:
-        sys.stdout.write(json.dumps(_finite(dataclasses.asdict(found)), ensure_ascii=False) + "\n")
+        text = json.dumps(dataclasses.asdict(found))  # JSON has no infinity: it becomes null
+        sys.stdout.write(json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False) + "\n")
     else:
         show(found, Console(highlight=False, markup=False, emoji=False))
     return 0
@@ -205,15 +206,6 @@ def _of_rl(run: Run) -> Iterator[str]:
         )
     yield "More prompts come first: groups of 16 completions needed 1.1 to 2.3 times the rollouts of groups of 4."
     yield "Reuse: with four updates on each batch, B_crit was 3 to 15 times as large, and the law does not hold."
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: it becomes null."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 COMMAND = (AdviseOptions, run_advise)

@@ -56,33 +56,34 @@ def show(found: Answer, console: Console) -> None:
         console.print(f"\n{note}")
 
 
+_TIMES = ((1.0, "s"), (60.0, "min"), (HOUR, "h"), (24 * HOUR, "days"))
+"""Units of time, in seconds: a table has the first one that keeps its numbers below 120."""
+
+
 def _cost_rows(advice: Advice, found: Answer, unit: str) -> Iterator[Row]:
     now = advice.present
     kept = "now  " if now.ranks == found.logged.present.ranks else "same  "
     timed, priced = now.seconds is not None, now.money is not None
-    yield "batch", "ranks × each", "steps", unit, *["time"] * timed, *["money"] * priced
+    longest = max((plan.seconds.high for plan in advice.plans if plan.seconds is not None), default=0.0)
+    second, in_unit = next((size, unit) for size, unit in _TIMES if longest < 120 * size or size > HOUR)
+    yield "batch", "ranks × each", "steps", unit, *[f"time, {in_unit}"] * timed, *["money"] * priced
     for plan in advice.plans:
         mark = kept if plan is now else "best  " if plan is advice.best else ""
-        time = [] if plan.seconds is None else [_time(plan.seconds)]
+        time = [] if plan.seconds is None else [_cell(plan.seconds.times(1 / second))]
         money = [] if plan.money is None else [_cell(plan.money)]
         mark = mark or ("set  " if plan.whole_batch == found.batch else "")
         size, ranks = f"{mark}{number(plan.batch, 6)}", f"{plan.ranks} × {plan.accumulation}"
         yield size, ranks, _cell(plan.steps), _cell(plan.units), *time, *money
 
 
-def _time(seconds: Range) -> str:
-    size, unit = (1.0, " s") if seconds.high < 120 else (60.0, " min") if seconds.high < 2 * HOUR else (HOUR, " h")
-    return _cell(seconds.times(1 / size), unit)
-
-
-def _cell(known: Range, unit: str = "") -> str:
+def _cell(known: Range) -> str:
     """A cost in two lines, its middle and its range, with three digits, also of large numbers."""
     low, high = (number(float(f"{end:.3g}")) for end in (known.low, known.high))
     if known.low == known.high:
-        return f"{high}{unit}"
+        return high
     if known.middle is None:
-        return f"{low}–{high}{unit}"
-    return f"{number(float(f'{known.middle:.3g}'))}{unit}\n{low}–{high}"
+        return f"{low}–{high}"
+    return f"{number(float(f'{known.middle:.3g}'))}\n{low}–{high}"
 
 
 def _rate_rows(row: RateRow) -> Iterator[Row]:

@@ -58,6 +58,7 @@ class Logged:
         tokens: of one unit; None where they were not counted.
         units_seen: by the run.
         batch_changed: whether the batch was another one for a part of the run, so that nothing is said of all of it.
+        verdict: of the last reading of the noise scale; None of a log of policies.
     """
 
     unit: str
@@ -70,6 +71,7 @@ class Logged:
     tokens: float | None = None
     units_seen: float = 0.0
     batch_changed: bool = False
+    verdict: Verdict | None = None
 
     def advised(
         self, *, aim: Aim = "balanced", budget: float | None = None, batch: float | None = None
@@ -88,7 +90,8 @@ class Logged:
             return {}
         scopes = {name: scope for name, scope in self.scopes.items() if budget is None or name == RUN_LIKE_THIS}
         if not scopes:
-            raise ValueError("--budget is for a whole run like this one, whose average noise scale is not in the log")
+            why = "its batch changed" if self.batch_changed else "its average noise scale is not in the log"
+            raise ValueError(f"--budget is for a whole run like this one, and {why}: leave it out")
         return {
             name: advise_batch(
                 dataclasses.replace(self.present, steps=scope.steps),
@@ -141,15 +144,15 @@ def logged(
 def _of_readings(run: Run) -> Logged:
     last, probe = run.readings[-1], run.probe("reading")
     units, (batch, _) = last.metrics.get("gns/units_per_window"), logged_batch(last.metrics, probe.unit)
-    verdict, why_none = judge_reading(last, probe), ""
+    segment = [r for r in run.readings if r.segment == last.segment]
+    changed = _batch_changed(segment)
+    verdict, why_none = _judged(last, probe, whole_run=not changed), ""
     if not (batch and units) or not verdict.in_short:
         batch = units = units or 1.0
         why_none = f"{verdict.headline} {verdict.detail}"
     trains, scale = not probe.setup.get("fixed_weights"), units / batch
     optimizer, metric = looked_up(last, probe)
     n_steps = last.window - round(last.metrics.get("gns/first_step") or 1) + 1
-    segment = [r for r in run.readings if r.segment == last.segment]
-    changed = _batch_changed(segment)
     averages = [(RUN_LIKE_THIS, last.average, n_steps)] if trains and not changed else []
     scopes = {
         name: Scope(
@@ -174,6 +177,7 @@ def _of_readings(run: Run) -> Logged:
         tokens=tokens / units if tokens else None,
         units_seen=last.metrics.get("run/units_seen") or 0.0,
         batch_changed=changed,
+        verdict=verdict,
     )
 
 
@@ -211,13 +215,8 @@ def _estimate(known: RatioInterval) -> Estimate:
     return Estimate(known.ratio, known.low, known.high)
 
 
-def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
-    """Judge the batch size by one reading of a log.
-
-    Args:
-        reading: for a present verdict the last one.
-        probe: how it was measured.
-    """
+def _judged(reading: Reading, probe: ProbeSetup, *, whole_run: bool) -> Verdict:
+    """The verdict of one reading. It speaks of the whole run where its batch was one and the same."""
     unit, trains = probe.unit, not probe.setup.get("fixed_weights")
     batch, judged = logged_batch(reading.metrics, unit)
     now, average = reading.now, reading.average
@@ -234,7 +233,7 @@ def judge_reading(reading: Reading, probe: ProbeSetup) -> Verdict:
         batch,
         unit=judged,
         now=_estimate(now),
-        of_run=_estimate(average) if trains else None,
+        of_run=_estimate(average) if trains and whole_run else None,
         n_steps=reading.window - first_step + 1 if trains else None,
         first_step=first_step,
         warms_up=bool(reading.metrics.get("gns/warms_up")),

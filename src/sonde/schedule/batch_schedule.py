@@ -380,7 +380,7 @@ class BatchSchedule:
         return contents
 
     def _identity(self) -> dict[str, object]:
-        rule = asdict(self.batch_rule) | {"counts": list(self.batch_rule.allowed)}
+        rule = asdict(self.batch_rule) | {"counts": list(self.batch_rule.allowed), "rule": str(self._rate_rule)}
         return {"probe": type(self).__name__} | rule
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.evidence.rates import RateRule, factor_at, options_at, scaled, set_options
+from sonde.evidence.rates import RateRule, factor_at, options_at, set_options
 from sonde.parallel.unwrap import outside_graphs
 
 RateAt = tuple[RateRule, float, float]
@@ -52,11 +52,14 @@ class ScaledRate:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         self._after(optimizer)  # of a step that has raised
-        rule, batch, reference = self._now()
-        for group in optimizer.param_groups if batch != reference else ():
-            options = scaled(group, rule, batch, reference)
-            self._own.append({k: v.clone() if isinstance(v := group[k], Tensor) else v for k in options})
-            set_options(group, options)
+        if self.factor == 1:
+            return
+        # Groups may share one tensor of the rate: all are read before one is set.
+        options = options_at(optimizer, *self._now())
+        groups = [*zip(optimizer.param_groups, options, strict=True)]
+        self._own = [{k: v.clone() if isinstance(v := group[k], Tensor) else v for k in new} for group, new in groups]
+        for group, new in groups:
+            set_options(group, new)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object = (), kwargs: object = None) -> None:
         for group, own in zip(optimizer.param_groups, self._own, strict=False):

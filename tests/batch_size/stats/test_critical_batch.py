@@ -108,6 +108,7 @@ def test_a_verdict_rests_on_the_critical_batch_size(
 def test_prompts_have_the_factor_of_policies() -> None:
     now = known(60.0, 70.0)
     for unit in ("prompts", "effective prompts"):
+        assert "8 cases of GRPO" not in judge_batch(16, unit=unit, now=now, optimizer="Muon (β = 0.95)").detail
         said = judge_batch(16, unit=unit, now=now, optimizer=ADAMW)
         assert said.kind == "too_small"
         assert f"B_crit is 149 {unit} [1" in said.headline

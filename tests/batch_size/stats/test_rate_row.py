@@ -72,6 +72,18 @@ def test_sgd_and_muon_follow_the_critical_batch(critical: Range, factor: float) 
         assert (then(row)["momentum"], then(row)["weight decay"]) == (0.9, 0.0)
 
 
+def test_without_a_middle_the_smaller_rate_is_taken_and_ranges_rise() -> None:
+    sgd, wide = {"name": "SGD", "lr": 0.1}, Range(None, 41.0, 10400.0)
+    larger, smaller = (
+        rate_row(sgd, 512, 128, wide).settings[0],
+        rate_row(sgd, 32, 128, Range(64.0, 32.0, 96.0)).settings[0],
+    )
+    assert larger.then == pytest.approx(0.1 * (1 + 41 / 128) / (1 + 41 / 512))
+    assert larger.rule == "× 1.22 [1.22 – 3.86]"
+    assert smaller.rule == "× 0.500 [0.438 – 0.625]"
+    assert rate_row(sgd, 32, 128, wide).settings[0].then == pytest.approx(0.1 * (1 + 10400 / 128) / (1 + 10400 / 32))
+
+
 @pytest.mark.parametrize(
     ("group", "why"),
     [

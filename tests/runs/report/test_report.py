@@ -43,8 +43,8 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
     text = visible_text(plain)
     sections = [
         "small language model",
-        "Batch too small From here on, keep the batch of 64 prompts on 2 ranks: 512 would need 23 % [20 – 26] of the",
-        "For a run like this one, the batch of 64 prompts is about right: B crit is",
+        "Undecided For a run like this one, keep the batch of 64 prompts: no other is sure to be better.",
+        "For a run like this one, the batch of 64 prompts may be too small, about right or too large: B crit is 2.51 to",
         "Judged from the last reading: window 600, after 38,400 prompts",
         "What the batch size costs",
         "Noise scale and batch size",

@@ -71,6 +71,8 @@ GUESSED = 1.5
 would be computed."""
 _MOST_LONGER = 4.0
 """More training than so many times the present is no advice."""
+_NEARLY_ALL = 0.995
+"""A part that is printed as 100 %."""
 _ALIKE = 0.01
 """Units weigh alike if their effective number is smaller than their number by no more than this part."""
 FEWEST_STEPS = 100
@@ -293,6 +295,8 @@ def _trade_off(batch: float, critical: Range, kind: Kind, unit: str) -> str:
     if critical.low == 0 or math.isinf(critical.high):
         # One end of the range is not known, so one end of each cost is not either.
         most, what = (max(units), unit) if smaller else (max(steps), "steps")
+        if most > _NEARLY_ALL:
+            return f"{name} may save none of the {what}"
         return f"{name} would need at most {100 * most:.0f} % of the {what}"
     return f"{name} would need {_part(steps)} the steps and {_part(units)} the {unit}"
 

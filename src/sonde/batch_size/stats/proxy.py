@@ -120,7 +120,8 @@ def factor_for(unit: str, optimizer: str, metric: str, *, from_here_on: bool) ->
         from_here_on: as of `factor_of`.
     """
     if unit.endswith("prompts"):
-        return IN_RL["SGD" if optimizer.startswith("SGD") else "Adam"]
+        studied = [factor for name, factor in IN_RL.items() if optimizer.startswith(name) and metric == "euclidean"]
+        return studied[0] if studied else PUBLISHED
     return factor_of(optimizer, metric, from_here_on=from_here_on) or PUBLISHED
 
 
@@ -244,7 +245,7 @@ def proxy_in_words(unit: str, optimizer: str, metric: str, *, of_run: bool = Tru
         low, median, high = (number(end, 2) for end in (factor.low, factor.median, factor.high))
         said.append(f"{low} to {high} times {of} (median {median}) in {where}")
     if said:
-        return f"{text}. With {optimizer or 'Adam'}, that was {' and '.join(said)} of sonde's study."
+        return f"{text}. With {optimizer}, that was {' and '.join(said)} of sonde's study."
     return (
         f"{text}, which was 0.1 to 20 times B_simple in published runs (McCandlish et al. 2018, arXiv:1812.06162). "
         "`sonde branch` measures it."

@@ -77,9 +77,10 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
         batch = present * 2.0 ** max(math.ceil(math.log2(end / present)) - 1, 0)
         if batch == present:
             return RateRow(name, batch, (), said[0])
-    kappa, of_critical = batch / present, (critical.likely, critical.low, critical.high)
-    factor, low, high = (rate_factor(usual_rule(name, each), batch, present) for each in of_critical)
-    known_to = "" if is_adam else f" [{number(low)} – {number(high)}]"
+    kappa, ends = batch / present, (critical.low, critical.high)
+    likely = critical.middle if critical.middle is not None else ends[batch < present]  # else the smaller rate
+    factor, *reach = (rate_factor(usual_rule(name, each), batch, present) for each in (likely, *ends))
+    known_to = "" if is_adam else f" [{number(min(reach))} – {number(max(reach))}]"
     rate = Setting("learning rate", lr, lr and lr * factor, f"× {number(factor)}{known_to}")
     others = _of_adam(group, kappa, factor) if is_adam else [_kept(group, key) for key in ("momentum", "weight_decay")]
     warm_up = Setting("warm-up, in steps", None, None, f"× {number(1 / kappa, 3)}: as long in units as it was")

@@ -63,7 +63,8 @@ def _rows_of(log: Path) -> Iterator[Check]:
     from sonde.commands.run_script.words import in_words_of_run  # imports torch, which a doctor may be without
 
     with contextlib.suppress(OSError, ValueError):  # it is being written
-        run = read_run(log)
+        if not (run := read_run(log)).readings:
+            return
         setup, unit, first = run.header.setup, run.header.unit, run.readings[0]
         model = f"{setup['wrapper']}, {plural(setup['parameters'], 'trainable parameter')} on {setup['device']}"
         yield Check("script: model", "ok", f"{model}, {plural(setup['ranks'], 'data-parallel rank')}")

@@ -24,7 +24,7 @@ from sonde.demos.byte_lm.task import find_sources
 from sonde.demos.byte_lm.train import train_rank
 from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
-from sonde.runs.advice import judge_reading
+from sonde.runs.advice import logged
 from sonde.runs.reader import read_run
 
 FAILED = 1
@@ -163,7 +163,8 @@ def end(setup: Setup, console: Console) -> int:
     run = read_run(setup.folder)
 
     def judge() -> tuple[str, str, str]:
-        verdict = judge_reading(run.readings[-1], run.probe("reading"))
+        verdict = logged(run).verdict
+        assert verdict is not None
         return verdict.headline, verdict.detail, _VERDICT_STYLES.get(verdict.kind, "cyan")
 
     if run.ended == "interrupted":

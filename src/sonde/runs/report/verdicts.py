@@ -7,13 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.critical_batch import steps_and_examples
 from sonde.batch_size.stats.next_batch import in_words, leading
 from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.reading import in_percent
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
-from sonde.runs.advice import judge_reading, logged
+from sonde.runs.advice import logged
 from sonde.runs.run import (
     PROMPT_NOISE,
     Alert,
@@ -101,7 +100,8 @@ def batch_size_panel(run: Run) -> VerdictPanel:
     """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
     probe, last = run.probe("reading"), run.readings[-1]
     unit = probe.unit
-    verdict = judge_reading(last, probe)
+    verdict = (found := logged(run)).verdict
+    assert verdict is not None
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     needed = round(last.metrics.get("gns/windows_needed") or 0)
     if needed and last.status == "resolved":
@@ -112,12 +112,13 @@ def batch_size_panel(run: Run) -> VerdictPanel:
         basis += f" It speaks of parameters with {in_percent(covered)} of the squared gradient."
     basis += "".join(_in_further_units(run, last))
     kind, action, critical = verdict.kind, _until_then(verdict.advice, last, probe), None
-    if advised := logged(run).advised():
+    if advised := found.advised():
         scope = leading(advised)
         kind, critical = advised[scope].kind, advised[scope].critical
         action = f"{scope.capitalize()}, {in_words(advised[scope], unit)}."
     tiles = tuple(_batch_tiles(last, unit, critical))
-    return VerdictPanel(kind, _BATCH_BADGES[kind], action, verdict.headline, verdict.detail, basis, tiles)
+    badge = "Undecided" if advised and kind == "unknown" else _BATCH_BADGES[kind]
+    return VerdictPanel(kind, badge, action, verdict.headline, verdict.detail, basis, tiles)
 
 
 def _until_then(advice: str, last: Reading, probe: ProbeSetup) -> str:
@@ -200,12 +201,10 @@ def _noise_scale_tile(name: str, known: RatioInterval, unit: str, *, further: st
 def _cost(batch: float, critical: Range, name: str) -> str:
     """Steps or units over the fewest possible, as far as the range of the critical batch size reaches."""
 
-    def at(end: float) -> float:
-        if end <= 0:
-            return 1.0 if name == "steps" else math.inf
-        if math.isinf(end):
-            return math.inf if name == "steps" else 1.0
-        return float(getattr(steps_and_examples(batch, end), name))
+    def at(end: float) -> float:  # as `steps_and_examples`, also for ends that are not known
+        if name == "steps":
+            return 1 + end / batch
+        return 1 + batch / end if end else math.inf
 
     ends = sorted((at(critical.low), at(critical.high)))
     least, most = (number(cost, 2) for cost in ends)
