@@ -44,7 +44,7 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
     sections = [
         "small language model",
         "Undecided For a run like this one, keep the batch of 64 prompts: no other is sure to be better.",
-        "For a run like this one, the batch of 64 prompts may be too small, about right or too large: B crit is 2.51 to",
+        "For a run like this one, the batch of 64 prompts may be too small, about right or too large: B crit is 2.5",
         "Judged from the last reading: window 600, after 38,400 prompts",
         "What the batch size costs",
         "Noise scale and batch size",
