@@ -107,7 +107,7 @@ def main() -> None:
     if store.read("cost"):
         draw([cost.plot(store)], options.out / "cost.png", 1130, 570)
     if store.read("schedules"):
-        draw(schedule_figure.plots(store), options.out / "schedules.png", 1050, 980)
+        draw(schedule_figure.plots(store), options.out / "schedules.png", 1090, 1000)
 
 
 if __name__ == "__main__":

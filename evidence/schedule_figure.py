@@ -19,12 +19,17 @@ LOOKS = {
     "Seesaw": ("#009e73", "diamond"),
     "constant, equal steps": ("#777777", "inverted_triangle"),
 }
+LOST = (-110, 90)
+"""Percent of units that are drawn: wider intervals are cut."""
+
 Place = tuple[str, str]
 """Of a row: the optimizer and the task."""
 
 
 def plots(store: Store) -> list[Any]:
     """Beside the best constant batch: steps saved at each ratio, and units that arms of equal steps lose."""
+    from bokeh.models import Range1d
+
     known = {ratio: [case for case in cases(store) if case.ratio == f"{ratio:g}"] for ratio in RATIOS}
     saved = {
         f"adaptive, ratio {ratio:g}": {place(case): case.saved for case in of_this} for ratio, of_this in known.items()
@@ -35,7 +40,7 @@ def plots(store: Store) -> list[Any]:
         lost = {arm: {place(case): case.lost(arm, case.best_constant) for case in of_this} for arm in LOOKS}
         found.append(_rows(f"Units lost beside it, %, ratio {ratio:g}", lost, [*LOOKS.values()], 100 * MARGIN))
     for plot in found[1:]:
-        plot.yaxis.visible = False
+        plot.yaxis.visible, plot.x_range = False, Range1d(*LOST)
     return found
 
 
@@ -57,8 +62,8 @@ def _rows(
     plot: Any = figure(title=title, y_range=rows, frame_width=290, frame_height=680, toolbar_location=None)
     plot.yaxis.group_label_orientation = "horizontal"
     plot.ygrid.grid_line_color = None
-    plot.vspan(x=[0])
-    plot.vspan(x=[line], line_dash="dashed")
+    plot.vspan(x=[0], color="black")
+    plot.vspan(x=[line], color="black", line_dash="dashed")
     for k, ((name, of_one), (color, marker)) in enumerate(zip(found.items(), looks, strict=True)):
         y = dodge("y", 0.75 * (0.5 - (k + 0.5) / len(found)), range=plot.y_range)
         ends = {end: [100 * getattr(each, end) for each in of_one.values()] for end in ("mean", "low", "high")}
