@@ -247,7 +247,7 @@ def test_a_new_run_grows_where_the_study_found_that_it_may(tmp_path: Path, capsy
     adamw, other = run(tmp_path / "adamw", batch=8.0), run(tmp_path / "x", batch=8.0, header=header(optimizer_kind="X"))
     notes = [" ".join(asked(capsys, folder, "--batch", "64")["notes"]) for folder in (sgd, adamw, other)]
     assert "A new run may grow: batches of 8, 16, 32, 64, each for the same number of sequences." in notes[0]
-    assert "A constant batch will do: in sonde's study with AdamW and Muon" in notes[1]
+    assert "A constant batch will do: in sonde's study with Adam or AdamW (β = 0.9), one that" in notes[1]
     assert [("9 times in 10" in n, "will do" in n) for n in notes] == [(True, False), (True, True), (False, False)]
     assert "may grow" not in notes[1] + notes[2]
     assert "may grow" not in " ".join(asked(capsys, sgd, "--batch", "8")["notes"])

@@ -191,8 +191,8 @@ def _on_the_way(logged: Logged, batch: float) -> Iterator[str]:
     if optimizer == "SGD (β = 0)":
         ramp = ", ".join(number(present * 2**k, 4) for k in range(int(math.log2(batch / present)) + 1))
         yield f"A new run may grow: batches of {ramp}, each for the same number of {logged.unit}."
-    elif not optimizer.startswith("SGD"):
-        yield "A constant batch will do: in sonde's study with AdamW and Muon, one that grew was no better."
+    else:
+        yield f"A constant batch will do: in sonde's study with {optimizer}, one that grew was no better."
 
 
 def _of_rl(run: Run) -> Iterator[str]:
