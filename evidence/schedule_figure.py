@@ -40,7 +40,7 @@ def plots(store: Store) -> list[Any]:
         lost = {arm: {place(case): case.lost(arm, case.best_constant) for case in of_this} for arm in LOOKS}
         found.append(_rows(f"Units lost beside it, %, ratio {ratio:g}", lost, [*LOOKS.values()], 100 * MARGIN))
     for plot in found[1:]:
-        plot.yaxis.visible, plot.x_range = False, Range1d(*LOST)
+        plot.yaxis.visible, plot.x_range = False, Range1d(start=LOST[0], end=LOST[1])
     return found
 
 

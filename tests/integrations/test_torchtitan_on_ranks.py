@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.integrations.as_launched import reading_of_all, result_of
+from tests.integrations.norm_of_shard import check_said, clip_by_shard, usual
 from tests.integrations.plain_loop import BY_PIECES, plain_loop, same_numbers
-from tests.integrations.test_own_norm_on_ranks import check_said, clip_by_shard, usual
 from tests.ranks import Ranks
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
