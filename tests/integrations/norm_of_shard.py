@@ -6,6 +6,7 @@ import re
 import statistics
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
