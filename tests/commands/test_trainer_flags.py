@@ -79,7 +79,8 @@ def test_numbers_multiply_to_the_batch(batch: int, pieces: int, micro: int, rank
     if max(batch, ranks_at_most) <= 20_000:
         assert abs(n - batch) <= max(16, batch / 20)
     for trainer in TRAINERS:
-        told = said(trainer, to, present=pieces * micro, tokens=1, completions=1)
+        unit = "prompts" if trainer in ("verl", "prime-rl") else "sequences"
+        told = said(trainer, to, unit=unit, present=pieces * micro, tokens=1, completions=1)
         assert product(told, FACTORS[trainer]) == n
         assert n % product(told, DIVIDES.get(trainer, "never")) == 0
         for size in re.findall(r"--rampup-batch-size (\d+)", told):

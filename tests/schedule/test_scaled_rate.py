@@ -131,6 +131,20 @@ def test_groups_that_share_a_tensor_of_the_rate_are_scaled_once(rule: Any) -> No
     assert taken == [[factor, factor] for factor in factors]
 
 
+def test_a_rate_that_rises_with_the_batch_is_no_warm_up() -> None:
+    """The rate of the loop is constant. A verdict would wait for its end."""
+    model = Linear()
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        schedule = BatchSchedule(probe, **OPTIONS | {"pause": 8}, rule="linear")
+        schedule.scale_lr(optimizer)
+        counts = train(model, optimizer, schedule, range(60))
+        assert (counts[0], counts[-1], schedule.rate_factor) == (2, 8, 4.0)
+        assert not probe.reading().warms_up
+        schedule.close()
+        assert probe.reading().warms_up  # the same rates without a schedule
+
+
 def test_a_rule_with_a_noise_scale_in_rows() -> None:
     """η'/η = (1 + 𝓑/B)/(1 + 𝓑/B'), in rows: 8 a window at first, 32 in the end."""
     model = Linear()

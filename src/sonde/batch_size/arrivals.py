@@ -217,6 +217,11 @@ class MetricTrackers(Stateful):
         for tracker in self.all.values():
             tracker.rounding = rounding
 
+    def follow_rate(self, factor: Callable[[], float]) -> None:
+        """Have rates that a batch schedule multiplies not taken for a warm-up."""
+        for tracker in self.all.values():
+            tracker.rate_factor = factor
+
     def update(self, row: WindowRow, window: MeasuredWindow) -> Drop | None:
         """Take one measured window.
 

@@ -582,6 +582,7 @@ class NoiseScaleProbe:
     def note_rate_factor(self, factor: Callable[[], float]) -> None:
         """Note that steps are taken at so many times the learning rate that the optimizers show, asked at each."""
         self._steps.rate_factor = factor
+        self._metrics.follow_rate(factor)
 
     def cost(self) -> Cost:
         """How many windows are measured now, and the part of the run's time that it takes. Waits for the device."""

@@ -108,6 +108,8 @@ def in_trainer(
     """
     if name == "TRL" and unit != "prompts":  # of SFT and DPO
         name = "transformers"
+    if name in ("verl", "prime-rl") and unit != "prompts":
+        return (f"{name} is told in prompts, and this log counts {unit}: measure with unit='prompts'",)
     micro, batch, now, seen = plan.micro_batch, plan.whole_batch, round(present), round(units_seen)
     if tokens is not None and tokens != round(tokens):  # not the length of the sequences, which are padded
         tokens = None

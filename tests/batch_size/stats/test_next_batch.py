@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sonde.batch_size.stats.critical_batch import Estimate, Kind, critical, judge_batch, relative_steps
+from sonde.batch_size.stats.critical_batch import Estimate, Kind, critical, judge_batch
 from sonde.batch_size.stats.next_batch import (
     FROM_HERE_ON,
     RUN_LIKE_THIS,
@@ -38,7 +38,6 @@ from sonde.batch_size.stats.proxy import (
 
 TABLES = (Path(__file__).parents[3] / "evidence" / "tables.md").read_text()
 ADAMW = "Adam or AdamW (β = 0.9)"
-SAID = re.compile(r"a batch of ([\d,.]+) rows would need ([\d to]+) % of the steps", re.I)
 OF_TABLES = {"sgd": "SGD (β = 0)", "sgd-0.9": "SGD (β = 0.9)", "adamw": ADAMW, "muon": "Muon (β = 0.95, nesterov)"}
 
 
@@ -182,10 +181,12 @@ def test_what_pays_elsewhere_alone_is_said_so() -> None:
     said = in_words(advised(3000.0), "rows")
     assert said.startswith("keep the batch of 64 rows on 1 rank: 4,096 would need 3 % [")
     assert said.endswith(
-        "times the rows, which saves time only on more ranks, or where larger micro-batches take hardly more time"
+        "times the rows; it saves time only on more ranks, or where larger micro-batches take hardly more time"
     )
     small = advise_batch(Present(64, 1000), Range(4.0, 3.0, 5.0))  # a single micro-batch
-    assert in_words(small, "rows").endswith("which saves time only where smaller micro-batches take less time")
+    said = in_words(small, "rows")
+    assert said.startswith("try a batch of 4 rows, or keep 64: it needs ")
+    assert said.endswith("the rows; it saves time only where smaller micro-batches take less time, as on a busy device")
 
 
 def test_with_more_ranks_a_larger_batch_is_faster_and_a_smaller_one_cheaper() -> None:
@@ -238,10 +239,7 @@ def test_advice_and_verdict_agree(optimizer: str, from_here_on: bool) -> None:
         assert (other is not None) == (verdict.kind in ("too_small", "too_large"))
         if other is not None:
             assert verdict.kind == ("too_small" if other.batch > 64 else "too_large")
-            if (said := SAID.search(verdict.detail)) is not None:  # the verdict's own batch, at the same critical one
-                size, part = float(said[1].replace(",", "")), said[2]
-                ends = [relative_steps(size, 64, end) for end in (advice.critical.low, advice.critical.high)]
-                assert part == " to ".join(dict.fromkeys(f"{100 * end:.0f}" for end in sorted(ends)))
+            assert "a batch of" not in verdict.detail.lower()  # advice alone names another batch
         else:
             assert in_words(advice, "rows").startswith("keep the batch of 64 rows: ")
     assert kinds >= {"too_small", "too_large"}
@@ -263,10 +261,8 @@ def test_what_decides_leads() -> None:
 
 def test_in_short_there_is_a_clause_for_each() -> None:
     keep, change = advise_batch(Present(64, 1), Range(70, 60, 80)), advise_batch(Present(64, 1), Range(512, 400, 600))
-    assert in_short("rows", {RUN_LIKE_THIS: keep, FROM_HERE_ON: change}) == (
-        "for a run like this one, keep the batch of 64 rows: it is about right; from here on, a batch of 512 rows "
-        "would need 22 % [21 – 25] of the steps and 1.8 [1.7 – 2] times the rows"
-    )
+    clauses = [f"for a run like this one, {in_words(keep, 'rows')}", f"from here on, {in_words(change, 'rows')}"]
+    assert in_short("rows", {RUN_LIKE_THIS: keep, FROM_HERE_ON: change}) == "; ".join(clauses)
 
 
 def test_costs_in_words() -> None:

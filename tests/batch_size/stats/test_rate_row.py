@@ -27,14 +27,14 @@ def test_adam_has_all_its_settings() -> None:
     expected = {"learning rate": 2e-3, "β₁": 0.6, "β₂": 0.8, "ε": 5e-9, "weight decay": 0.2, "warm-up, in steps": None}
     assert then(row) == pytest.approx(expected)
     assert row.settings[-1].rule == "× 0.250: as long in units as it was"
-    assert row.words.endswith("This batch may be larger than that. " + SMALL)
+    assert row.words.endswith("This batch may be too large for it. " + SMALL)
     assert "2205.10287" in row.words
 
 
 @pytest.mark.parametrize(("batch", "where"), [(8, []), (64, ["may be"]), (256, ["is"])])
 def test_it_says_where_the_rule_holds(batch: float, where: list[str]) -> None:
     row = rate_row(ADAMW | {"betas": [0.99, 0.999]}, batch, 16, KNOWN)
-    assert re.findall(r"This batch (.*) larger than that\.", row.words) == where
+    assert re.findall(r"This batch (.*) too large for it\.", row.words) == where
     assert (SMALL in row.words) == (batch != 256)
 
 

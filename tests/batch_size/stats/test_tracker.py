@@ -135,6 +135,7 @@ def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
 def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batch: float) -> None:
     """In the first steps there is none, for a small batch none is needed, and a large one may be anything."""
     reading = replace(averages_of(n_windows).reading(), units_per_window=batch, effective_units=batch, unit="prompts")
+    reading = replace(reading, optimizer="Adam or AdamW (β = 0.9)")
     reading = replace(reading, status="lower_bound", low=20.0, high=math.inf, b_simple=None, advice="measure more")
     assert reading.verdict is not None
     ending = "; measure more" if batch == 1e4 else ""

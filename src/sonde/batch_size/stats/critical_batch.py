@@ -287,9 +287,6 @@ def _trade_off(batch: float, critical: Range, kind: Kind, unit: str) -> str:
     smaller = kind in ("too_large", "about_right_or_too_large")
     other = max(batch / 2, 1.0) if smaller else batch * 2
     name = "twice the batch" if not smaller else "half the batch" if batch >= 2 else f"a batch of 1 of the {unit}"
-    if critical.middle is not None and kind in ("too_small", "too_large"):
-        other = max(batch * 2.0 ** round(math.log2(critical.middle / batch)), 1.0)  # as `advise_batch` has it
-        name = f"a batch of {number(other)} {unit}"
     ends = [relative_steps(other, batch, end) for end in (critical.low, critical.high)]
     steps, units = sorted(ends), sorted(end * other / batch for end in ends)
     if critical.low == 0 or math.isinf(critical.high):

@@ -151,10 +151,17 @@ def advise_batch(
         nearer = nearest[: nearest.index(now)]
         best = next((plan for plan in nearer if _is_worth_it(plan, now, plans)), None)
         elsewhere = nearest[0] if best is None and nearer else None
-        reason = "it is about right"
+        reason = "it is about right" if elsewhere is None else _PAYS[kind]
     else:
         best, reason = None, "it is about right" if kind == "about_right" else "no other is sure to be better"
     return Advice(kind, critical, plans, now, best, elsewhere, "" if best else reason)
+
+
+_PAYS: dict[Kind, str] = {
+    "too_small": "it saves time only on more ranks, or where larger micro-batches take hardly more time",
+    "too_large": "it saves time only where smaller micro-batches take less time, as on a busy device",
+}
+"""Where a batch near B_crit pays that saves nothing on the ranks that there are."""
 
 
 def _is_worth_it(plan: Plan, now: Plan, plans: Sequence[Plan]) -> bool:
@@ -296,37 +303,34 @@ def in_words(advice: Advice, unit: str) -> str:
             for name, cost, at_present in (("time", best.seconds, now.seconds), ("money", best.money, now.money))
             if cost is not None and at_present is not None
         ]
-        on_ranks = f". On {plural(best.ranks, 'rank')}, it takes {' and '.join(costs)}" if costs else ""
+        ranks = plural(best.ranks, "rank") + (f" in place of {now.ranks:,}" if best.ranks < now.ranks else "")
+        on_ranks = f". On {ranks}, it takes {' and '.join(costs)}" if costs else ""
         return f"try a batch of {number(best.batch, 4)} {unit}: it needs {_needs(best, now, unit)}{on_ranks}"
     kept = f"keep the batch of {number(now.batch, 4)} {unit}"
     if elsewhere is None:
         return f"{kept}: {advice.reason}"
-    where = "where smaller micro-batches take less time"
-    if elsewhere.batch > now.batch:
-        where = "on more ranks, or where larger micro-batches take hardly more time"
-    return (
-        f"{kept} on {plural(now.ranks, 'rank')}: {number(elsewhere.batch, 4)} would need "
-        f"{_needs(elsewhere, now, unit)}, which saves time only {where}"
-    )
+    ranks, size = plural(now.ranks, "rank"), number(elsewhere.batch, 4)
+    needs = _needs(elsewhere, now, unit)
+    if elsewhere.batch < now.batch:
+        return f"try a batch of {size} {unit}, or keep {number(now.batch, 4)}: it needs {needs}; {advice.reason}"
+    return f"{kept} on {ranks}: {size} would need {needs}; {advice.reason}"
 
 
 def in_short(unit: str, advised: Mapping[str, Advice]) -> str:
-    """One sentence of advice on steps and units alone, for the end of a run.
+    """One sentence of advice, for the end of a run.
 
     Args:
         unit: plural name of the unit.
         advised: "for a run like this one" and "from here on".
 
     Example:
-        >>> in_short("rows", {FROM_HERE_ON: advise_batch(Present(128, 1.0), Range(410.0, 330.0, 520.0))})
-        'from here on, a batch of 512 rows would need 43 % [40 – 46] of the steps and 1.7 [1.6 – 1.8] times the rows'
+        >>> advice = advise_batch(Present(128, 1.0), Range(140.0, 110.0, 170.0))
+        >>> in_short("rows", {RUN_LIKE_THIS: advice, FROM_HERE_ON: advice})
+        'for a run like this one and from here on, keep the batch of 128 rows: it is about right'
     """
     said: dict[str, list[str]] = {}
     for scope, advice in advised.items():
-        text = in_words(advice, unit)
-        if (other := advice.best or advice.elsewhere) is not None:
-            text = f"a batch of {number(other.batch, 4)} {unit} would need {_needs(other, advice.present, unit)}"
-        said.setdefault(text, []).append(scope)
+        said.setdefault(in_words(advice, unit), []).append(scope)
     return "; ".join(f"{' and '.join(scopes)}, {text}" for text, scopes in said.items())
 
 

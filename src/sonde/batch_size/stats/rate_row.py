@@ -19,6 +19,8 @@ _RULES = {
     "Muon": ("in mean-field theory", "2602.03001"),
 }
 """Where the usual rule is known to hold, and its source on arXiv, by the class of the optimizer."""
+_FAR = 4.0
+"""So many times below B_crit is far below it."""
 _SMALL = 4.0
 """A change of the batch by so many times at most moves the best rate by no more than rates that do as well differ."""
 
@@ -86,8 +88,8 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
     warm_up = Setting("warm-up, in steps", None, None, f"× {number(1 / kappa, 3)}: as long in units as it was")
     where, source = _RULES[name]
     said.append(f"This rule is known to hold {where} (arXiv:{source}).")
-    if is_adam and batch >= critical.low:
-        said.append(f"This batch {'is' if batch > critical.high else 'may be'} larger than that.")
+    if is_adam and batch * _FAR > critical.low:
+        said.append(f"This batch {'is' if batch > critical.high else 'may be'} too large for it.")
     if 1 / _SMALL <= kappa <= _SMALL:
         said.append(f"Up to {_SMALL:g} times the batch, the old rate may do as well (arXiv:1811.03600).")
     return RateRow(name, batch, (rate, *others, warm_up), " ".join(said))

@@ -161,6 +161,8 @@ class NoiseScaleReading:
         optimizer: the optimizers that were given to attach, such as "SGD (β = 0.9)"; empty without, and after a reading
             that found β or another of their options changed, as by a cycle of momentum.
         metric: of the noise scale.
+        ranks: data-parallel ranks.
+        pieces: of the last window, on all of them.
     """
 
     b_simple: float | None
@@ -193,6 +195,8 @@ class NoiseScaleReading:
     further_units: Mapping[str, float | None] = field(default_factory=dict)
     optimizer: str = ""
     metric: str = "euclidean"
+    ranks: int = 1
+    pieces: int = 1
 
     def in_unit(self, name: str) -> ConvertedReading:
         """The batch size and the noise scale in a further unit. This is a conversion, no estimate of its own.
@@ -264,13 +268,14 @@ class NoiseScaleReading:
             return ""
         batch = self.units_per_window or 1.0
         counted = batch / as_weighed(batch, self.effective_units, self.unit)[0]  # units for one that counts
+        present = Present(batch, 1.0, max(self.pieces, self.ranks), self.ranks, ranks_at_most=self.ranks)
         average = self.average if self.average is not None and self.n_steps else Estimate()
         advised = {}
         for scope, known in ((RUN_LIKE_THIS, average), (FROM_HERE_ON, self._now)):
             if known.is_known:
                 here = scope == FROM_HERE_ON
                 factor = factor_for(self.unit, self.optimizer, self.metric, from_here_on=here)
-                advised[scope] = advise_batch(Present(batch, 1.0), critical(known.times(counted), factor))
+                advised[scope] = advise_batch(present, critical(known.times(counted), factor))
         more = "" if log is None else f". More: sonde advise {log}"
         return f"advice  {in_short(self.unit, advised)}{more}"
 

@@ -78,6 +78,9 @@ class NoiseScaleTracker(Stateful):
         # At fixed weights, all windows count alike.
         self._memory = _MEMORY if fixed_weights is None else math.inf
         self.run = WindowsOfRun(self.groups)
+        self.rate_factor: Callable[[], float] = lambda: 1.0
+        """By what a batch schedule multiplies the learning rate now."""
+        self._n_pieces = 1
         self.windows = 0
         """Windows that were averaged."""
         self.n_seen = 0
@@ -117,6 +120,7 @@ class NoiseScaleTracker(Stateful):
         """
         self.last = None
         self.n_seen = self.n_seen + 1 if number is None else number
+        self._n_pieces = row.n_pieces or self._n_pieces
         scale = self._read_scale(row, row)
         apart = {name: self._read_scale(pieces, row) for name, pieces in row.apart.items()}
         drop = why_unusable(
@@ -224,6 +228,8 @@ class NoiseScaleTracker(Stateful):
             coverage=self.coverage,
             optimizer=self._optimizer,
             metric=self._metric,
+            ranks=self._n_ranks,
+            pieces=self._n_pieces,
         )
 
     def _of_run(self, *, with_groups: bool) -> tuple[list[Series], dict[str, Any]]:
@@ -233,7 +239,7 @@ class NoiseScaleTracker(Stateful):
         facts: dict[str, Any] = {
             "n_steps": run.blocks.n_steps,
             "first_step": run.first_step,
-            "warms_up": run.warms_up,
+            "warms_up": run.warms_up and self.rate_factor() == 1,  # a larger batch has a larger rate
             "further_units": {name: n.x / n.y if n.y else None for name, n in self._further.items()},
         }
         if recent is None:

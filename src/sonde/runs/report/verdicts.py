@@ -118,6 +118,8 @@ def batch_size_panel(run: Run) -> VerdictPanel:
         action = f"{scope.capitalize()}, {in_words(advised[scope], unit)}."
     tiles = tuple(_batch_tiles(last, unit, critical))
     badge = "Undecided" if advised and kind == "unknown" else _BATCH_BADGES[kind]
+    if advised and kind == "too_small" and advised[scope].best is None:
+        badge = "Could use more ranks"
     return VerdictPanel(kind, badge, action, verdict.headline, verdict.detail, basis, tiles)
 
 
