@@ -100,7 +100,7 @@ def test_a_verdict_rests_on_the_critical_batch_size(
     assert headline in got.headline
     assert "run like this one" not in got.headline + got.detail
     decided = kind in ("too_small", "too_large")
-    assert ("Measure more." in got.detail) == (not decided)
+    assert ("To know the noise scale better, measure more." in got.detail) == (not decided)
     assert got.advice == ("" if decided else "measure more")
     assert got.detail.endswith(proxy_in_words("images", optimizer, "euclidean", of_run=False))
 

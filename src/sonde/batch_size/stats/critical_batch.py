@@ -238,7 +238,8 @@ of 410 images [330 – 520].'
     if kind_now in ("too_small", "about_right", "too_large"):
         advice = ""  # the interval is narrow enough to decide
     proxy = proxy_in_words(unit, optimizer, metric, of_run=of_run is not None)
-    return Verdict(kind, headline, _sentences(costs, reason, advice, proxy), in_short, kind_now, advice)
+    more = advice and f"to know the noise scale better, {advice}"
+    return Verdict(kind, headline, _sentences(costs, reason, more, proxy), in_short, kind_now, advice)
 
 
 def _too_early(n_steps: int | None, first_step: int, *, warms_up: bool) -> str:
