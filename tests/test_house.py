@@ -12,7 +12,7 @@ from tests.new_process import in_new_process
 from tests.ranks import Ranks
 
 PRESENT = {
-    "lines of code: batch_size": 9_244,  # whole batches, the study of policies by optimizer, advice at exit that knows the ranks
+    "lines of code: batch_size": 9_244,  # whole batches; the advice at exit knows the ranks
     "lines of code: commands": 2_316,  # sonde advise, compare, watch, doctor
     "lines of code: contrib": 478,
     "lines of code: demos": 636,  # the verdict of a log
