@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -140,7 +141,10 @@ def test_a_rate_that_rises_with_the_batch_is_no_warm_up() -> None:
         schedule.scale_lr(optimizer)
         counts = train(model, optimizer, schedule, range(60))
         assert (counts[0], counts[-1], schedule.rate_factor) == (2, 8, 4.0)
-        assert not probe.reading().warms_up
+        reading = probe.reading()
+        assert not reading.warms_up
+        later = dataclasses.replace(reading, n_steps=200)  # when a batch is judged
+        assert later.verdict.in_short.startswith("from here on, ")  # no other batch has had all of the run
         schedule.close()
         assert probe.reading().warms_up  # the same rates without a schedule
 

@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.batch_size.stats.critical_batch import Estimate, Verdict, critical, judge_batch
+from sonde.batch_size.stats.critical_batch import Estimate, Verdict, are_alike, critical, judge_batch
 from sonde.batch_size.stats.next_batch import FROM_HERE_ON, RUN_LIKE_THIS, Advice, Aim, Present, advise_batch
 from sonde.batch_size.stats.proxy import Factor, Range, factor_for
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run, logged_batch, logged_interval
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import estimate
 
-_AS_LARGE = 1.2
-"""Batches within this factor are the same."""
 STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
 
@@ -187,7 +185,7 @@ def _batch_changed(segment: Sequence[Reading]) -> bool:
     batches = [(after - before) / (b - a) for (a, before), (b, after) in itertools.pairwise(seen) if b > a]
     part = math.ceil(len(batches) / 3)
     ends = [statistics.median(each) for each in (batches[:part], batches[-part:]) if each]
-    return bool(ends) and max(ends) > _AS_LARGE * min(ends) > 0
+    return bool(ends) and min(ends) > 0 and not are_alike(ends[0], ends[-1])
 
 
 def _of_prompts(run: Run, last: PolicyReading, noise: RatioInterval) -> Logged:

@@ -71,6 +71,8 @@ GUESSED = 1.5
 would be computed."""
 _MOST_LONGER = 4.0
 """More training than so many times the present is no advice."""
+_SAME_BATCH = 1.2
+"""Batches within this factor count as one."""
 _NEARLY_ALL = 0.995
 """A part that is printed as 100 %."""
 _ALIKE = 0.01
@@ -150,6 +152,11 @@ def as_weighed(batch: float, effective: float | None, unit: str) -> tuple[float,
     if effective is None or effective > (1 - _ALIKE) * batch:
         return batch, unit
     return effective, f"effective {unit}"
+
+
+def are_alike(batch: float, other: float) -> bool:
+    """Whether two batches are so near to each other that they count as one."""
+    return max(batch, other) <= _SAME_BATCH * min(batch, other)
 
 
 def judge_batch(

@@ -163,6 +163,7 @@ class NoiseScaleReading:
         metric: of the noise scale.
         ranks: data-parallel ranks.
         pieces: of the last window, on all of them.
+        batch_changed: whether the batch was another one at the beginning, so that nothing is said of the whole run.
     """
 
     b_simple: float | None
@@ -197,6 +198,7 @@ class NoiseScaleReading:
     metric: str = "euclidean"
     ranks: int = 1
     pieces: int = 1
+    batch_changed: bool = False
 
     def in_unit(self, name: str) -> ConvertedReading:
         """The batch size and the noise scale in a further unit. This is a conversion, no estimate of its own.
@@ -238,6 +240,11 @@ class NoiseScaleReading:
         return Estimate(self.b_simple, self.low, self.high)
 
     @property
+    def _of_run(self) -> Estimate | None:
+        """The average, where it says something of a run like this one."""
+        return self.average if self.n_steps and not self.batch_changed else None
+
+    @property
     def verdict(self) -> Verdict | None:
         """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
         if self.units_per_window is None:
@@ -247,7 +254,7 @@ class NoiseScaleReading:
             batch,
             unit=unit,
             now=self._now,
-            of_run=self.average if self.n_steps else None,
+            of_run=self._of_run,
             n_steps=self.n_steps,
             first_step=self.first_step,
             warms_up=self.warms_up,
@@ -269,9 +276,8 @@ class NoiseScaleReading:
         batch = self.units_per_window or 1.0
         counted = batch / as_weighed(batch, self.effective_units, self.unit)[0]  # units for one that counts
         present = Present(batch, 1.0, max(self.pieces, self.ranks), self.ranks, ranks_at_most=self.ranks)
-        average = self.average if self.average is not None and self.n_steps else Estimate()
         advised = {}
-        for scope, known in ((RUN_LIKE_THIS, average), (FROM_HERE_ON, self._now)):
+        for scope, known in ((RUN_LIKE_THIS, self._of_run or Estimate()), (FROM_HERE_ON, self._now)):
             if known.is_known:
                 here = scope == FROM_HERE_ON
                 factor = factor_for(self.unit, self.optimizer, self.metric, from_here_on=here)

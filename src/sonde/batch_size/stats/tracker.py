@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.averages import FixedWeights, WindowsOfRun
-from sonde.batch_size.stats.critical_batch import Estimate, advise, windows_needed
+from sonde.batch_size.stats.critical_batch import Estimate, advise, are_alike, windows_needed
 from sonde.batch_size.stats.dependence import Dependence
 from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.batch_size.stats.reading import Coverage, NoiseScaleReading, Series, group_reading
@@ -56,6 +56,7 @@ class NoiseScaleTracker(Stateful):
     STATE = (
         *("run", "windows", "n_seen", "dependence", "dropped", "_last_drop", "_n_missing", "u", "scale"),
         *("scale_residual", "_effective", "_units", "_last_units", "_n_equal", "_further", "_optimizer"),
+        *("_n_pieces", "_batch_changed"),
     )
 
     def __init__(
@@ -80,7 +81,8 @@ class NoiseScaleTracker(Stateful):
         self.run = WindowsOfRun(self.groups)
         self.rate_factor: Callable[[], float] = lambda: 1.0
         """By what a batch schedule multiplies the learning rate now."""
-        self._n_pieces = 1
+        self._n_pieces, self._batch_changed = 1, False
+        """Pieces of the last window, and whether batches had another size since this object was made."""
         self.windows = 0
         """Windows that were averaged."""
         self.n_seen = 0
@@ -168,6 +170,7 @@ class NoiseScaleTracker(Stateful):
         self._n_equal = self._n_equal + 1 if n_units == self._last_units else 1
         self._last_units = n_units
         if self._n_equal == _FIXED and n_units != self._units.x:  # a changed batch is not averaged with the one before
+            self._batch_changed |= bool(self._units.x) and not are_alike(n_units, self._units.x)
             self._units = RatioAverage(self._memory)
         self._units.update(n_units)
 
@@ -230,6 +233,7 @@ class NoiseScaleTracker(Stateful):
             metric=self._metric,
             ranks=self._n_ranks,
             pieces=self._n_pieces,
+            batch_changed=self._batch_changed,
         )
 
     def _of_run(self, *, with_groups: bool) -> tuple[list[Series], dict[str, Any]]:
