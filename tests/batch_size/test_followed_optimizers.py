@@ -171,7 +171,7 @@ def test_the_rate_of_the_optimizer_decides_when_the_warm_up_is_over(is_given: bo
                     pretended.catch_up(but=5)  # the device lags behind
                 if window in (105, 215):
                     reading = probe.reading()
-                    known = reading.verdict.kind != "unknown", probe.metrics()["gns/warms_up"]
+                    known = bool(reading.verdict.in_short), probe.metrics()["gns/warms_up"]
                     kinds[window] = reading.warms_up, *known
                     assert window == 215 or "learning rate is still rising" in reading.verdict.detail
             assert probe.alerts == {}

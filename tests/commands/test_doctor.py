@@ -283,7 +283,8 @@ def is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return True
+    state = Path(f"/proc/{pid}/stat")  # of one that has ended, and that nobody has waited for yet, it is Z
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 WITH_CHILDREN = f"""
