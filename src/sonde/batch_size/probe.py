@@ -464,11 +464,12 @@ class NoiseScaleProbe:
         Args:
             tensors: all parameters, or all gradients that this rank has; `to_local()` makes new tensors of them.
         """
-        parameters = self._wrapper.parameters.values() if self.measures_now else ()
+        if not self.measures_now:
+            return False
+        parameters = self._wrapper.parameters.values()
         if {id(p) for p in parameters} <= {id(t) for t in tensors}:
-            return self.measures_now
-        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-        here = {gradient.data_ptr() for gradient in gradients if gradient.numel()}
+            return True
+        here = {t.data_ptr() for p in parameters if p.grad is not None and (t := local_tensor(p.grad)).numel()}
         return bool(here) and here <= {local_tensor(t).data_ptr() for t in tensors}
 
     def note_clip(self, norm: Tensor, max_norm: float | None) -> None:

@@ -309,8 +309,7 @@ def in_words(advice: Advice, unit: str) -> str:
     kept = f"keep the batch of {number(now.batch, 4)} {unit}"
     if elsewhere is None:
         return f"{kept}: {advice.reason}"
-    ranks, size = plural(now.ranks, "rank"), number(elsewhere.batch, 4)
-    needs = _needs(elsewhere, now, unit)
+    ranks, size, needs = plural(now.ranks, "rank"), number(elsewhere.batch, 4), _needs(elsewhere, now, unit)
     if elsewhere.batch < now.batch:
         return f"try a batch of {size} {unit}, or keep {number(now.batch, 4)}: it needs {needs}; {advice.reason}"
     return f"{kept} on {ranks}: {size} would need {needs}; {advice.reason}"
