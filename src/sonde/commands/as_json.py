@@ -8,12 +8,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sonde.commands.advise import AdviseOptions, answer
+from sonde.commands.advise import as_json
+from sonde.decision.decide import decide
 from sonde.runs.compare.side_by_side import ComparedRun, thinned
+from sonde.runs.facts import facts_of_run
 from sonde.runs.losses import last_loss
 from sonde.runs.report.verdicts import failed_checks, verdict_panels
-from sonde.runs.run import PROMPT_NOISE, AnyReading, Reading, Run, logged_interval
-from sonde.stats.intervals import RatioInterval
+from sonde.runs.run import PROMPT_NOISE, AnyReading, Reading, Run
+from sonde.stats.intervals import RatioInterval, logged_interval
 from sonde.version import __version__
 
 
@@ -62,6 +64,6 @@ def _noise(known: RatioInterval) -> dict[str, Any]:
 def _decision(run: Run) -> dict[str, Any]:
     """What `sonde advise RUN --json` prints; null with the reason where nothing can be decided."""
     try:
-        return {"decision": answer(run, AdviseOptions(run.path)), "why_none": ""}
+        return {"decision": as_json(decide(facts_of_run(run), log=run.path.parent)), "why_none": ""}
     except ValueError as error:
         return {"decision": None, "why_none": str(error)}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sonde.decision.facts import Reached
 from sonde.evidence.answer import capital
 from sonde.runs.compare.stats.at_equal import Difference, Points, difference, level_at, reached
 from sonde.runs.losses import is_held_out, losses_first
@@ -169,11 +170,15 @@ class Comparison:
         curves = [run.curve(self.loss, "steps") for run in self.runs]
         return max(level_at(curve, curve[-1][0]).value for curve in curves if len(curve) >= _FEWEST)
 
-    def to_common_loss(self, run: ComparedRun) -> dict[str, float | None]:
-        """The units, steps and seconds that a run took to that loss; None where they are not known."""
-        curves = {by: run.curve(self.loss or "", by) for by in AXES}
-        at = [reached(of, self.common_loss or 0.0) if len(of) >= _FEWEST else None for of in curves.values()]
-        return dict(zip(("units", "steps", "seconds"), at, strict=True))
+    def to_common_loss(self, run: ComparedRun) -> Reached | None:
+        """What a run took to come down to that loss; None where its curve begins below it, or its units are unknown."""
+        curves = [run.curve(self.loss or "", by) for by in ("steps", "units", "time")]
+        if self.common_loss is None or len(curves[0]) < _FEWEST:
+            return None
+        steps, units, seconds = (reached(of, self.common_loss) if of else None for of in curves)
+        if steps is None or units is None:
+            return None
+        return Reached(self.common_loss, steps, units, seconds)
 
 
 def read_runs(paths: Sequence[str | Path], *, by: By = "units", any_model: bool = False) -> Comparison:

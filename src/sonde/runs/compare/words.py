@@ -98,9 +98,10 @@ def reached_rows(found: Comparison) -> Iterator[Row]:
         return
     yield f"to {shorten(found.loss)} {number(found.common_loss)}", *(_noun(by, found.unit) for by in AXES)
     for run in found.runs:
-        units, steps, seconds = found.to_common_loss(run).values()
-        cells = ["–" if value is None else number(value) for value in (units, steps)]
-        yield run.letter, *cells, "–" if seconds is None else duration(seconds)
+        if (at := found.to_common_loss(run)) is None:
+            yield run.letter, "–", "–", "–"
+        else:
+            yield run.letter, number(at.units), number(at.steps), "–" if at.seconds is None else duration(at.seconds)
 
 
 def setting_rows(found: Comparison, longest: int = 60) -> Iterator[Row]:
