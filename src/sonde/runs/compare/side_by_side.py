@@ -191,7 +191,7 @@ def read_runs(paths: Sequence[str | Path], *, by: By = "units", any_model: bool 
 
     Raises:
         ValueError: when there are more than 20, fewer than two that can be compared, they count different units, are of
-            different models, or have measured nothing in common.
+            different models, or have logged one value of their loss.
     """
     if len(paths) > len(_LETTERS):
         raise ValueError(f"up to {len(_LETTERS)} runs are compared, got {len(paths)}: choose those that matter")
@@ -271,20 +271,13 @@ def _check_alike(runs: Sequence[ComparedRun], *, any_model: bool) -> None:
 
 
 def _check_common(found: Comparison) -> None:
-    """Refuse runs of which nothing can be compared.
-
-    Raises:
-        ValueError: when they logged one value of their loss, or measured different things.
-    """
+    """Refuse runs that have logged one value of their loss."""
     logged = [name for each in found.runs for name in own_value_names(each.run, each.readings)]
     if not found.values and (twice := [name for name in logged if logged.count(name) > 1]):
         raise ValueError(
             f"{twice[0]} is compared between two evaluations or more of each run, and these runs have fewer: train on, "
             "or log it more often"
         )
-    runs = [each.run for each in found.runs]
-    if not found.values and max(sum(bool(run.readings) for run in runs), sum(bool(run.policy) for run in runs)) < 2:
-        raise ValueError("these runs have measured nothing in common: give runs that have a noise scale, or an entropy")
 
 
 def _notices(found: Comparison) -> Iterator[str]:

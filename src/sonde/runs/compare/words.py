@@ -37,7 +37,7 @@ def _action(chosen: ComparedRun) -> str:
     """What to do next by the log of one run: the decision that its own report and `sonde advise` give."""
     panel = verdict_panels(chosen.run)[0]
     more = f" More of it: sonde advise {shlex.quote(str(chosen.run.path.parent))}"
-    has_more = chosen.run.readings and panel.kind != "unknown"
+    has_more = chosen.run.readings and panel.kind != "wait"
     return f"By {chosen.letter}'s log: {panel.action}{more if has_more else ''}"
 
 

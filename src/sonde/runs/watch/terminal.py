@@ -63,7 +63,7 @@ def _indented(text: Text) -> Padding:
 
 def _measured(followed: FollowedRun) -> Iterator[Text]:
     for panel in followed.panels:  # of the batch size, the first tiles are its noise scales and the batch
-        yield Text.assemble((f" {panel.badge} ", "reverse"), f" {panel.action}")
+        yield Text.assemble((f" {panel.badge} ", "reverse"), f" {panel.action.removeprefix(panel.badge + ': ')}")
         yield Text(" · ".join(f"{t.name} {t.value} {t.note}".strip() for t in panel.tiles[:3]))
     if beside := _beside(followed):
         yield Text(beside)

@@ -63,8 +63,8 @@ def difference(ours: Points, theirs: Points) -> Difference | None:
     same batches in the same order). Where a curve has too few values there, the line between the two values around the
     place stands for it, and there is no interval.
 
-    With independent errors, 97 % of the intervals hold. With errors whose neighbours correlate by 0.5, 95 % do of 100
-    values, and 89 % of 20; at 0.8, 90 % and 72 % (`tests/runs/compare/test_at_equal.py`).
+    With independent errors, 97 % of the intervals hold. With errors whose neighbours correlate by 0.5, 95 % do of runs
+    with 100 values, and 91 % with 20; at 0.8, 90 % and 73 % (`tests/runs/compare/test_at_equal.py`).
 
     Args:
         ours: values of one run, such as its losses.
