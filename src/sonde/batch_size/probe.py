@@ -28,6 +28,7 @@ from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
+from sonde.batch_size.optimizers import kind_of
 from sonde.batch_size.pace import Cost, Pace
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, LoopPieces, Units, UnitsOfPieces
 from sonde.batch_size.setup import (
@@ -38,7 +39,6 @@ from sonde.batch_size.setup import (
 )
 from sonde.batch_size.stats.averages import FixedWeights
 from sonde.batch_size.stats.norm_watch import OWN_NORM
-from sonde.batch_size.stats.proxy import kind_of
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
@@ -51,6 +51,8 @@ from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
 from sonde.batch_size.window_ends import WindowClip, WindowEnds
 from sonde.console import tell
+from sonde.decision.decide import Decision, decide
+from sonde.decision.facts import facts_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order
 from sonde.log.sinks import BRANCH_LOSS
 from sonde.parallel.placements import is_partial, local_tensor
@@ -292,7 +294,6 @@ class NoiseScaleProbe:
             rounding=self._rounding(),
             fixed_weights=fixed_weights,
             optimizer=functools.partial(kind_of, found.wrapper.optimizers),
-            metric=metric,
         )
 
     # What the user calls.
@@ -606,8 +607,32 @@ class NoiseScaleProbe:
         if "not_watched" in alerts:
             lines.append("parameters that came or became trainable after attach are not in it")
         lines += [alerts[OWN_NORM]] if OWN_NORM in alerts else []
-        advice = reading.next_batch(self.run_log.folder)
-        return [*lines, advice] if advice else lines
+        decision = self.decision(reading)
+        if decision.kind != "wait":
+            folder = self.run_log.folder
+            lines.append(f"advice  {decision.sentence}{'' if folder is None else f' More: sonde advise {folder}'}")
+        return lines
+
+    def decision(self, reading: NoiseScaleReading | None = None) -> Decision:
+        """What to do with the batch size, as the report and `sonde advise` say it of this run's log.
+
+        Args:
+            reading: the one to go by; None for the present one, which waits for the device.
+        """
+        reading = reading or self.reading(with_groups=False)
+        facts = facts_of(
+            reading.metrics(),
+            self._setup(),
+            now=reading.now,
+            window=self._tracker.n_seen,
+            pieces=self._tracker.n_pieces,
+            optimizer_changed=reading.optimizer != self._found.record.get("optimizer_kind"),
+            unit=reading.unit,
+            batch_changed=reading.batch_changed,
+            reason=reading.reason,
+            wait=reading.advice,
+        )
+        return decide(facts, log=self.run_log.folder)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues: a version and a text. Waits for the device.

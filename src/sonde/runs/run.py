@@ -10,13 +10,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sonde.batch_size.stats.critical_batch import as_weighed
 from sonde.batch_size.stats.reading import GroupReading
+from sonde.decision.law import as_weighed
 from sonde.policy.stats.attribution import doubt_of_parts
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
-from sonde.stats.intervals import RatioInterval, Status
+from sonde.stats.intervals import RatioInterval, Status, logged_interval
 from sonde.wording import plural
 
 
@@ -465,26 +465,6 @@ class Run:
 
 PROMPT_NOISE = "gns_prompts/b_simple"
 """The metric with the noise scale in prompts."""
-
-
-def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInterval:
-    """The interval of a noise scale whose estimate is the metric `name` and whose ends are `name` + "_low", "_high".
-
-    A log holds no infinity: the unknown end of a bound is None. The estimate is None unless both ends are known.
-
-    Example:
-        >>> metrics = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
-        >>> logged_interval(metrics, "gns_prompts/b_simple").status
-        'upper_bound'
-    """
-    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
-    if low is None:
-        return RatioInterval("unresolved", None, None)
-    if metrics.get(name) is not None:
-        return RatioInterval("resolved", low, high, ratio=metrics[name])
-    if high is None:
-        return RatioInterval("lower_bound", low, math.inf)
-    return RatioInterval("upper_bound", low, high)
 
 
 def logged_batch(metrics: Mapping[str, float | None], unit: str) -> tuple[float | None, str]:

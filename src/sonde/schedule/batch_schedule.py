@@ -238,7 +238,7 @@ class BatchSchedule:
         # Learnt before the batch changes: averages of units lag behind a change.
         per_micro_batch = self._units_per_micro_batch or batch / n
         high = None if reading.status == "lower_bound" else reading.high
-        average_low = reading.average.low if reading.average and reading.average.b_simple is not None else None
+        average_low = reading.average.low if reading.average and reading.average.ratio is not None else None
         now = NoiseScaleNow(reading.b_simple, reading.low, high, average_low, per_micro_batch, reading.windows)
         return same, now, every
 

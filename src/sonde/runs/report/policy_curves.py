@@ -37,8 +37,8 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.sections import noise_scale_curves
-from sonde.runs.run import PROMPT_NOISE, PolicyReading, logged_interval
-from sonde.stats.intervals import RatioInterval
+from sonde.runs.run import PROMPT_NOISE, PolicyReading
+from sonde.stats.intervals import RatioInterval, logged_interval
 from sonde.wording import count, estimate, interval, number, percent
 
 MAX_POINTS = 600

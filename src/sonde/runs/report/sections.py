@@ -10,9 +10,10 @@ from bokeh.models import FixedTicker, PlainText
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter
 
-from sonde.batch_size.stats.critical_batch import steps_and_examples
-from sonde.batch_size.stats.proxy import law_in_words
-from sonde.runs.advice import Logged, logged
+from sonde.decision.facts import Facts
+from sonde.decision.law import steps_and_examples
+from sonde.decision.proxy import law_in_words
+from sonde.runs.facts import facts_of_run
 from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, written
 from sonde.runs.report.figures import (
     BLUE,
@@ -66,7 +67,7 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. B_crit is that of a whole run like this one, or "
             f"from here on where the run has no average. {law_in_words()}",
-            (tradeoff_plot(logged(run)),),
+            (tradeoff_plot(facts_of_run(run)),),
         ),
         over_run("Noise scale and batch size", _noise_scale_text(run), *_noise_scale_panels(readings, unit)),
         over_run("Noise and signal", _MOMENTS_TEXT, (_MOMENTS,), "No reading holds noise or signal."),
@@ -248,7 +249,7 @@ def declared_sections(run: Run) -> list[Section]:
     return sections
 
 
-def tradeoff_plot(run: Logged) -> Plot | str:
+def tradeoff_plot(run: Facts) -> Plot | str:
     """Steps and units relative to the least possible, over the batch size, with a mark at the run's own.
 
     Args:
@@ -258,7 +259,7 @@ def tradeoff_plot(run: Logged) -> Plot | str:
         The figure, or a sentence that says why there is none. Curves are dashed if only a range or a bound of B_crit is
         known.
     """
-    batch, unit = run.present.batch, run.unit
+    batch, unit = run.batch or 1.0, run.unit
     known = next((scope.critical for scope in run.scopes.values() if scope.critical.high), None)
     if known is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sonde.batch_size.stats.next_batch import Plan
+from sonde.decision.plans import Plan
 
 TRAINERS: Mapping[str, tuple[str, ...]] = {
     "plain loop": (
