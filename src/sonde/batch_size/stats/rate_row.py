@@ -21,8 +21,6 @@ _RULES = {
 """Where the usual rule is known to hold, and its source on arXiv, by the class of the optimizer."""
 _FAR = 4.0
 """So many times below B_crit is far below it."""
-_SMALL = 4.0
-"""A change of the batch by so many times at most moves the best rate by no more than rates that do as well differ."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,6 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
     said.append(f"This rule is known to hold {where} (arXiv:{source}).")
     if is_adam and batch * _FAR > critical.low:
         said.append(f"This batch {'is' if batch > critical.high else 'may be'} too large for it.")
-    if 1 / _SMALL <= kappa <= _SMALL:
-        said.append(f"Up to {_SMALL:g} times the batch, the old rate may do as well (arXiv:1811.03600).")
     return RateRow(name, batch, (rate, *others, warm_up), " ".join(said))
 
 
