@@ -107,14 +107,18 @@ def _notes(runs: Sequence[Facts], base: Facts, known: Sequence[RatioInterval]) -
         yield f"To the loss {loss}, which all runs reached: {'; '.join(parts)}. The next run goes on from {base.name}."
     else:
         yield f"The runs have no loss in common, so the next run goes on from the last one, {base.name}."
-    apart = (
-        (a, b)
-        for a, b in itertools.combinations(known, 2)
-        if (a.high or 0.0) < (b.low or 0.0) or (b.high or 0.0) < (a.low or 0.0)
-    )
-    if (pair := next(apart, None)) is not None:
-        a, b = (interval(each.low, each.high) for each in pair)
+    least, most = min(known, key=_high, default=None), max(known, key=_low, default=None)
+    if least is not None and most is not None and _high(least) < _low(most):
+        a, b = (interval(each.low, each.high) for each in (least, most))
         yield (
-            f"The runs contradict each other: one says a noise scale of {a} {base.unit}, another {b}. The range that is "
-            "used covers how much they differ. Rates that suit one batch and not another do this."
+            f"The runs contradict each other: one says a noise scale of {a} {base.unit}, another {b}. The range that "
+            "is used covers how much they differ. Rates that suit one batch and not another do this."
         )
+
+
+def _low(known: RatioInterval) -> float:
+    return known.low or 0.0
+
+
+def _high(known: RatioInterval) -> float:
+    return math.inf if known.high is None else known.high
