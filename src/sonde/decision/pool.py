@@ -42,8 +42,10 @@ def pool(runs: Sequence[Facts]) -> Facts:
     if all(each.reached is not None for each in runs):
         base = min(runs, key=lambda each: each.reached.cost if each.reached else math.inf)
     known = [scopes[RUN_LIKE_THIS].known for each in runs if RUN_LIKE_THIS in (scopes := each.scopes)]
-    timings = tuple(timing for each in runs if each.curve is not None for timing in each.curve.timings)
-    too_large = min((each.curve.too_large for each in runs if each.curve is not None), default=math.inf)
+    curves = [each.curve for each in runs if each.curve is not None]
+    curves = [curve for curve in curves if curve.is_of_trial] or curves  # logs hold pauses too
+    timings = tuple(timing for curve in curves for timing in curve.timings)
+    too_large = min((curve.too_large for curve in curves), default=math.inf)
     return dataclasses.replace(
         base,
         average=average_of(known),

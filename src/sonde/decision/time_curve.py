@@ -70,6 +70,11 @@ class TimeCurve:
         return max(sizes) > _SAME_SIZE * min(sizes)
 
     @property
+    def is_of_trial(self) -> bool:
+        """Whether steps were timed by themselves, and not from one reading of a log to the next."""
+        return any(each.beside is not None for each in self.timings)
+
+    @property
     def largest(self) -> float:
         """The largest micro-batch that may be planned with."""
         most = max(each.micro_batch for each in self.timings)
