@@ -1,6 +1,6 @@
 """A training script as a user would have it, on one of six small tasks: `bench-advice` trains by it and tries it.
 
-python -m benchmarks.advice_training --task gru --optimizer adamw --batch 16 --steps 500 --log runs/gru --losses losses.json
+python -m benchmarks.advice_training --task gru --optimizer adamw --batch 16 --steps 500 --log runs/gru
 
 Data never end and nothing is seen twice, so a larger batch costs nothing but time. The held-out loss is printed and
 kept along the run; its time does not count as training.
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from evidence.tasks import PIXEL_NOISE, corpus, draw_digits, held_out_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sonde
-from evidence.tasks import PIXEL_NOISE, corpus, draw_digits, held_out_digits
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows
 
 LOOKS = 120
@@ -219,7 +219,7 @@ def main() -> None:
             model.train()
             if probe is not None:
                 probe.log(eval_loss=losses[-1][1])
-            if losses[-1][1] <= options.until:
+            if len(losses) >= 3 and all(loss <= options.until for _, loss in losses[-3:]):
                 break
         if step == options.steps:
             break
