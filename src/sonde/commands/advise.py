@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,15 +16,22 @@ from tyro.conf import Positional, arg
 
 from sonde.commands.branch_result import print_table
 from sonde.decision.decide import Advice, Aim, Decision, Wanted, decide
+from sonde.decision.facts import Facts
 from sonde.decision.law import Range
 from sonde.decision.plans import HOUR, Plan
+from sonde.decision.pool import pool
 from sonde.decision.rate import RateRow
+from sonde.decision.time_curve import curve_as_json
 from sonde.decision.trainers import SET_THEIR_RATES
 from sonde.decision.words import units
 from sonde.evidence.answer import Row
-from sonde.runs.facts import facts_of_run
+from sonde.evidence.shell_run import terminated_as_interrupted
+from sonde.runs.facts import TRIAL_NAME, facts_of_runs
 from sonde.runs.reader import read_run
+from sonde.runs.report.page import write_in_one_step
 from sonde.wording import number
+
+USAGE = "sonde advise RUN --try -- python train.py --batch {batch}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class AdviseOptions:
     """Say which batch size to take next, what it saves, which learning rate goes with it, and how to set it.
 
     Attributes:
-        run: Folder of the run, or its records.jsonl.
+        runs: Folder of the run, or its records.jsonl. Several runs of one model give one decision.
         aim: balanced: nearly the least time, with as few units as that allows. fastest: the least time. cheapest: the
             least time of all ranks together.
         budget: The most that the training may cost. The fastest batch that keeps it is taken.
@@ -40,10 +48,13 @@ class AdviseOptions:
         ranks_at_most: Data-parallel ranks that the next run may use.
         batch: Say how to set this batch, in place of the best one.
         trainer: The trainer, such as transformers or Megatron.
+        try_: Time the steps of the script after the two dashes at some sizes of {batch}, or {micro_batch}: sonde advise
+            RUN --try -- python train.py --batch {batch}. It takes a minute or two. What was measured is kept with the
+            log.
         json: Print JSON.
     """
 
-    run: Positional[Path]
+    runs: Positional[tuple[Path, ...]]
     aim: Aim = "balanced"
     budget: Annotated[float | None, arg(metavar="MONEY", help_behavior_hint="(optional)")] = None
     cost_per_hour: Annotated[float | None, arg(metavar="MONEY", help_behavior_hint="(optional)")] = None
@@ -51,14 +62,16 @@ class AdviseOptions:
     ranks_at_most: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as many as it had)")] = None
     batch: Annotated[float | None, arg(metavar="UNITS", help_behavior_hint="(optional)")] = None
     trainer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: as logged)")] = None
+    try_: Annotated[bool, arg(name="try")] = False
     json: bool = False
 
 
-def run_advise(options: AdviseOptions) -> int:
+def run_advise(options: AdviseOptions, command: Sequence[str] = ()) -> int:
     """Print the decision.
 
     Args:
         options: of the command line.
+        command: of the script to try, with placeholders.
 
     Returns:
         The exit status.
@@ -67,14 +80,40 @@ def run_advise(options: AdviseOptions) -> int:
         ValueError: for a log without readings, options outside their range, or bounds that contradict each other.
     """
     wanted = Wanted(**{each.name: getattr(options, each.name) for each in dataclasses.fields(Wanted)})
-    run = read_run(options.run)
-    found = decide(facts_of_run(run), wanted, log=options.run)
-    remarks = f"The log: {'; '.join(run.remarks)}." if run.remarks else ""
+    runs = [read_run(path) for path in options.runs]
+    facts = pool(facts_of_runs(runs))
+    if options.try_ or command:
+        facts = _tried(facts, options, command)
+    found = decide(facts, wanted, log=shlex.join(map(str, options.runs)))
+    remarks = " ".join(f"The log of {run.name}: {'; '.join(run.remarks)}." for run in runs if run.remarks)
     if options.json:
         sys.stdout.write(json.dumps(as_json(found) | {"remarks": remarks}, ensure_ascii=False) + "\n")
     else:
         _show(found, remarks, Console(highlight=False, markup=False, emoji=False))
     return 0
+
+
+def _tried(facts: Facts, options: AdviseOptions, command: Sequence[str]) -> Facts:
+    """The facts with a new time curve, which is kept beside the log.
+
+    Raises:
+        ValueError: for --try without a script, or the other way round, and a script that cannot be tried.
+    """
+    if not (options.try_ and command):
+        raise ValueError(f"--try goes with a script after two dashes: {USAGE}")
+    from sonde.commands.trial.start import check_command, sizes_of, try_sizes
+
+    check_command(command)
+    if facts.why_none:
+        raise ValueError(f"there is nothing to try yet: {facts.why_none}")
+    critical = next(iter(facts.scopes.values())).critical
+    sizes = sizes_of(facts, critical, command)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    with terminated_as_interrupted():
+        curve = try_sizes(command, sizes, unit=facts.unit, ranks=facts.ranks, say=console.print)
+    folder = next(path if path.is_dir() else path.parent for path in options.runs)
+    write_in_one_step(folder / TRIAL_NAME, json.dumps(curve_as_json(curve)))
+    return dataclasses.replace(facts, curve=curve)
 
 
 def as_json(found: Decision) -> dict[str, object]:

@@ -235,13 +235,12 @@ def _smallest_of_fast(costs: Mapping[Plan, float], aim: Aim) -> Plan | None:
 
 def _present(facts: Facts, steps: float, wanted: Wanted) -> Present:
     """The training as it is. Without a clock, one of its steps takes 1."""
-    timings, batch = facts.timings, facts.batch or 1.0
+    curve, batch = facts.curve, facts.batch or 1.0
     micro, accumulation, ranks = facts.micro_batch, facts.accumulation, facts.ranks
     if wanted.units_per_second is not None:
-        timings = (Timing(micro, accumulation, ranks, batch / wanted.units_per_second),)
-    if wanted.cost_per_hour is not None and not timings:
+        curve = TimeCurve((Timing(micro, accumulation, ranks, batch / wanted.units_per_second),))
+    if wanted.cost_per_hour is not None and curve is None:
         raise ValueError("--cost-per-hour needs the throughput, which the log lacks: pass --units-per-second too")
-    known = timings or (Timing(micro, accumulation, ranks, 1.0),)
     return Present(
         batch=batch,
         steps=steps,
@@ -249,8 +248,8 @@ def _present(facts: Facts, steps: float, wanted: Wanted) -> Present:
         accumulation=accumulation,
         ranks=ranks,
         ranks_at_most=wanted.ranks_at_most or ranks,
-        curve=TimeCurve(known, math.inf if facts.too_large is None else facts.too_large),
-        has_clock=bool(timings),
+        curve=curve or TimeCurve((Timing(micro, accumulation, ranks, 1.0),)),
+        has_clock=curve is not None,
         cost_per_hour=wanted.cost_per_hour,
         least_micro_batch=micro if facts.needs_batch else 0.0,
     )

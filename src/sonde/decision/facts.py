@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sonde.decision.law import Range, as_weighed
 from sonde.decision.proxy import Factor, critical_range, factor_for
-from sonde.decision.time_curve import Timing
+from sonde.decision.time_curve import TimeCurve
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
 
 RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"
@@ -55,6 +55,11 @@ class Reached:
     units: float
     seconds: float | None
 
+    @property
+    def cost(self) -> float:
+        """Seconds; where they are not known, units."""
+        return self.units if self.seconds is None else self.seconds
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -75,8 +80,7 @@ class Facts:
         metric: of the noise scale.
         ranks: data-parallel ranks.
         pieces: micro-batches of one step on all ranks.
-        timings: of steps, in seconds.
-        too_large: the smallest micro-batch of a rank that did not fit into memory; None where all did.
+        curve: the time of a step, in seconds; None where it is not known.
         reason: why the noise scale now is not resolved.
         wait: what would make the noise scale known better; empty where nothing is needed.
         needs_batch: why the loss of a unit depends on the others of its micro-batch; empty where it is not known to.
@@ -86,7 +90,9 @@ class Facts:
         completions: to each prompt, in RL.
         completions_share: the part of a step's noise that comes from completions.
         units_seen: by the run.
-        reached: beside other runs.
+        model: what tells one model from another, in words.
+        reached: beside other runs; None without.
+        notes: what was noticed when several runs were joined.
     """
 
     unit: str
@@ -103,8 +109,7 @@ class Facts:
     metric: str = "euclidean"
     ranks: int = 1
     pieces: float = 1.0
-    timings: tuple[Timing, ...] = ()
-    too_large: float | None = None
+    curve: TimeCurve | None = None
     reason: str = ""
     wait: str = ""
     needs_batch: str = ""
@@ -114,7 +119,9 @@ class Facts:
     completions: float | None = None
     completions_share: float | None = None
     units_seen: float = 0.0
-    reached: Reached | None = field(default=None, compare=False)
+    model: str = ""
+    reached: Reached | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def micro_batch(self) -> float:
@@ -202,6 +209,7 @@ def facts_of(
         trainer=str(setup.get("trainer") or ""),
         tokens=tokens / batch if tokens and batch else None,
         units_seen=metrics.get("run/units_seen") or 0.0,
+        model="" if setup.get("parameters") is None else f"{int(setup['parameters']):,} parameters",
         **more,
     )
 

@@ -139,8 +139,9 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan | None:
         critical: the critical batch size.
 
     Returns:
-        The plan that takes the least time at its worse end; of those the one with the better other end, and then the
-        least time of all ranks. None where micro-batches would have to be larger, or smaller, than they may be.
+        The plan that takes the least time at its worse end; of those the one that takes the least time of all ranks,
+        and then the one with the better other end. None where micro-batches would have to be larger, or smaller, than
+        they may be.
     """
     splits = [*_splits(present, batch)]
     near = [each for each in splits if abs(math.prod(each) - batch) <= _OFF * batch]
@@ -152,7 +153,7 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan | None:
 
 def _order(plan: Plan, wanted: float) -> tuple[float, ...]:
     off = abs(math.log(plan.batch / wanted))
-    return plan.time.high, plan.time.low, plan.rank_time.high, off, plan.ranks, plan.accumulation
+    return plan.time.high, plan.rank_time.high, plan.time.low, off, plan.ranks, plan.accumulation
 
 
 def _splits(present: Present, batch: float) -> Iterator[tuple[int, int, int]]:

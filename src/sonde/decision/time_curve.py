@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sonde.decision.law import Range, exactly
 
 Basis = Literal["measured", "interpolated", "modelled", "bounds"]
 """How a time is known: of such steps; between measured sizes; of as many ranks as were not measured, which are taken to
 wait for nothing; or only for a device that is not full, and for one that is."""
+SCHEMA = 1
+"""Of the file of a trial."""
 _SAME_SIZE = 1.05
 """Micro-batches within this factor are the same: an epoch's last windows lower an average a little."""
 
@@ -68,6 +70,11 @@ class TimeCurve:
         return max(sizes) > _SAME_SIZE * min(sizes)
 
     @property
+    def is_of_trial(self) -> bool:
+        """Whether steps were timed by themselves, and not from one reading of a log to the next."""
+        return any(each.beside is not None for each in self.timings)
+
+    @property
     def largest(self) -> float:
         """The largest micro-batch that may be planned with."""
         most = max(each.micro_batch for each in self.timings)
@@ -111,6 +118,28 @@ class TimeCurve:
         return [each for each in self.timings if each.ranks == nearest]
 
 
+def curve_as_json(curve: TimeCurve) -> dict[str, Any]:
+    """A curve for a file."""
+    too_large = curve.too_large if math.isfinite(curve.too_large) else None
+    return {"schema": SCHEMA, "timings": [vars(each) for each in curve.timings], "too_large": too_large}
+
+
+def curve_of_json(known: Mapping[str, Any]) -> TimeCurve:
+    """A curve from a file.
+
+    Raises:
+        ValueError: for what is no such file.
+    """
+    try:
+        timings = tuple(Timing(**each) for each in known["timings"])
+        too_large = known["too_large"]
+        if known["schema"] != SCHEMA or not timings or not all(each.seconds > 0 for each in timings):
+            raise ValueError(f"schema {known['schema']}, {len(timings)} timings")
+        return TimeCurve(timings, math.inf if too_large is None else float(too_large))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
 def _alike(size: float, other: float) -> bool:
     return max(size, other) <= _SAME_SIZE * min(size, other)
 
@@ -127,7 +156,7 @@ def _beside(timings: Sequence[Timing]) -> tuple[float, ...]:
             if a.accumulation < b.accumulation and _alike(a.micro_batch, b.micro_batch)
         )
     least = min(each.seconds for each in timings)
-    return (min(max(known[len(known) // 2], 0.0), least),) if known else (0.0, least)
+    return (min(max(known[0], 0.0), least),) if known else (0.0, least)  # a busy machine only adds to it
 
 
 def _of_micro_batch(timings: Sequence[Timing], micro_batch: float, beside: float) -> tuple[float, ...]:

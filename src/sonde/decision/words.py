@@ -112,6 +112,7 @@ def command(kind: Kind, log: object, facts: Facts) -> str:
 def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_at_most: int | None) -> Iterator[str]:
     """What the numbers rest on, in short: docs/advice.md has all of it."""
     (scope, lead), *_ = advice.items()
+    yield from facts.notes
     if facts.batch_changed:
         yield "The batch changed during this run: advice is about what follows."
     yield factor_in_words(lead.scope.factor, facts.optimizer, facts.unit, from_here_on=scope == FROM_HERE_ON)
@@ -125,8 +126,8 @@ def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_a
     elif plan is not None and plan.batch < lead.present.batch:
         yield (
             f"A smaller batch is right only if the loss of one of the {facts.unit} does not depend on the others in "
-            "its micro-batch. It does where advantages are normalised in each minibatch, with batch normalisation, and in "
-            "contrastive losses."
+            "its micro-batch. It does where advantages are normalised in each minibatch, with batch normalisation, and "
+            "in contrastive losses."
         )
     if any(each.basis == "modelled" for each in lead.plans):
         yield "Times on other numbers of ranks are modelled: ranks wait for nothing."

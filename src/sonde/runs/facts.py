@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 
 from sonde.decision.facts import Facts, facts_of
 from sonde.decision.law import are_alike
-from sonde.decision.time_curve import Timing
+from sonde.decision.time_curve import TimeCurve, Timing, curve_of_json
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval
 
+TRIAL_NAME = "trial.json"
+"""Beside the log of a run: what `sonde advise --try` has measured."""
 _FEWEST_READINGS = 3
 """Readings that time a step of one size. Fewer may be short windows at the end of an epoch."""
+
+
+def facts_of_runs(runs: Sequence[Run]) -> list[Facts]:
+    """What the logs of several runs say, each beside the others.
+
+    Raises:
+        ValueError: for a log without a reading of the noise scale.
+    """
+    return [facts_of_run(run) for run in runs]
 
 
 def facts_of_run(run: Run) -> Facts:
@@ -47,10 +59,25 @@ def _of_readings(run: Run) -> Facts:
         unit=probe.unit,
         name=run.name,
         batch_changed=_batch_changed(segment),
-        timings=() if probe.setup.get("fixed_weights") else tuple(_timings(segment, probe)),
+        curve=_tried(run) or _timed(segment, probe),
         reason=last.reason,
         wait=last.advice,
     )
+
+
+def _tried(run: Run) -> TimeCurve | None:
+    """The time curve that `sonde advise --try` has left beside the log; None without one.
+
+    Raises:
+        ValueError: for a file that is damaged.
+    """
+    file = run.path.parent / TRIAL_NAME
+    if not file.exists():
+        return None
+    try:
+        return curve_of_json(json.loads(file.read_text()))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is not a trial of this version ({error}): remove it, and try again") from None
 
 
 def _batches(segment: Sequence[Reading]) -> Iterator[tuple[float, Reading]]:
@@ -69,8 +96,10 @@ def _batch_changed(segment: Sequence[Reading]) -> bool:
     return bool(ends) and min(ends) > 0 and not are_alike(ends[0], ends[-1])
 
 
-def _timings(segment: Sequence[Reading], probe: ProbeSetup) -> Iterator[Timing]:
-    """The median time of a step, for each size of micro-batches that several readings have."""
+def _timed(segment: Sequence[Reading], probe: ProbeSetup) -> TimeCurve | None:
+    """The median time of a step, for each size of micro-batches that several readings have; None without one."""
+    if probe.setup.get("fixed_weights"):
+        return None
     ranks = int(probe.setup.get("ranks") or 1)
     timed: list[Timing] = []
     for batch, reading in _batches(segment):
@@ -85,11 +114,14 @@ def _timings(segment: Sequence[Reading], probe: ProbeSetup) -> Iterator[Timing]:
             sizes[-1].append(each)
         else:
             sizes.append([each])
-    for same in sizes:
-        if len(same) >= _FEWEST_READINGS:
-            size = statistics.median(each.micro_batch for each in same)
-            of_unit = statistics.median(each.seconds / each.micro_batch for each in same)
-            yield Timing(size, same[0].accumulation, ranks, of_unit * size)
+    found = tuple(_median(same) for same in sizes if len(same) >= _FEWEST_READINGS)
+    return TimeCurve(found) if found else None
+
+
+def _median(same: Sequence[Timing]) -> Timing:
+    size = statistics.median(each.micro_batch for each in same)
+    of_unit = statistics.median(each.seconds / each.micro_batch for each in same)
+    return Timing(size, same[0].accumulation, same[0].ranks, of_unit * size)
 
 
 def _of_prompts(run: Run, last: PolicyReading, noise: RatioInterval) -> Facts:
