@@ -28,13 +28,13 @@ class Scope:
 
     Attributes:
         known: the noise scale, in units that are counted as the batch is.
-        factor: the critical batch size over it.
+        factor: the critical batch size over it; None where that was measured by branches.
         critical: the critical batch size.
         steps: of the training that costs are for.
     """
 
     known: RatioInterval
-    factor: Factor
+    factor: Factor | None
     critical: Range
     steps: float
 
@@ -92,6 +92,7 @@ class Facts:
         units_seen: by the run.
         model: what tells one model from another, in words.
         reached: beside other runs; None without.
+        branched: the critical batch size from here on, as `sonde branch` has measured it; None without.
         notes: what was noticed when several runs were joined.
     """
 
@@ -121,6 +122,7 @@ class Facts:
     units_seen: float = 0.0
     model: str = ""
     reached: Reached | None = None
+    branched: Range | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -157,6 +159,9 @@ class Facts:
         counted, _ = as_weighed(batch, self.effective, self.unit)
         of_run = self.average if self.n_steps and not self.batch_changed else _NOTHING
         for name, known, steps in ((RUN_LIKE_THIS, of_run, self.n_steps), (FROM_HERE_ON, self.now, STEPS)):
+            if name == FROM_HERE_ON and self.branched is not None:
+                found[name] = Scope(known, None, self.branched, STEPS)
+                continue
             if known.low is None:
                 continue
             known = times(known, batch / counted)

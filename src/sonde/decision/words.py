@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts, Scope
 from sonde.decision.law import Range, in_units
 from sonde.decision.plans import Plan
 from sonde.decision.proxy import PUBLISHED, factor_in_words
@@ -87,17 +87,19 @@ def _why_kept(lead: Advice, facts: Facts) -> str:
 def reason(facts: Facts, advice: Mapping[str, Advice]) -> str:
     """The noise scales, and the critical batch sizes that follow."""
     return " ".join(
-        f"{_capital(name)}, B_crit is {each.scope.critical.in_words(facts.unit)}: the noise scale, "
-        f"{in_units(each.scope.known.ratio, each.scope.known.low, each.scope.known.high, facts.unit)}, times "
-        f"{_of_study(each)}."
+        f"{_capital(name)}, B_crit is {each.scope.critical.in_words(facts.unit)}: {_whence(each.scope, facts.unit)}."
         for name, each in advice.items()
     )
 
 
-def _of_study(each: Advice) -> str:
-    factor = each.scope.factor
+def _whence(scope: Scope, unit: str) -> str:
+    """Where B_crit comes from."""
+    known, factor = scope.known, scope.factor
+    if factor is None:
+        return "measured by branches"
     ends = f"{number(factor.low, 2)} – {number(factor.high, 2)}"
-    return ends if factor.median is None else f"{number(factor.median, 2)} [{ends}]"
+    of_study = ends if factor.median is None else f"{number(factor.median, 2)} [{ends}]"
+    return f"the noise scale, {in_units(known.ratio, known.low, known.high, unit)}, times {of_study}"
 
 
 def command(kind: Kind, log: object, facts: Facts) -> str:
@@ -115,8 +117,9 @@ def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_a
     yield from facts.notes
     if facts.batch_changed:
         yield "The batch changed during this run: advice is about what follows."
-    yield factor_in_words(lead.scope.factor, facts.optimizer, facts.unit, from_here_on=scope == FROM_HERE_ON)
-    if lead.scope.factor != PUBLISHED:
+    if (factor := lead.scope.factor) is not None:
+        yield factor_in_words(factor, facts.optimizer, facts.unit, from_here_on=scope == FROM_HERE_ON)
+    if factor not in (None, PUBLISHED):
         yield (
             "Ranges of B_crit hold about 9 times in 10, where your training is like those of the study. B_simple's "
             "95 % interval is first made one of 90 %."

@@ -51,7 +51,7 @@ _TALL = 30
 
 
 def noise_scale_sections(run: Run) -> list[Section]:
-    """All sections of a run that has at least one reading of its noise scale; first what the batch size costs, and the loss."""
+    """All sections of a run with a reading of its noise scale; first what the batch size costs, and the loss."""
     probe, readings = run.probe("reading"), run.readings
     unit, last = probe.unit, readings[-1]
     axis = TimeAxis.of(readings, unit)
