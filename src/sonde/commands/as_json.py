@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sonde.commands.advise import as_json
-from sonde.decision.decide import decide
+from sonde.decision.decide import Decision, decide
 from sonde.runs.compare.side_by_side import ComparedRun, thinned
 from sonde.runs.facts import facts_of_run
 from sonde.runs.losses import last_loss
@@ -48,7 +48,8 @@ def run_as_json(each: ComparedRun, whole: Run) -> dict[str, Any]:
     if (loss := last_loss(each.run)) is not None:
         found["loss"] = {"name": loss.name, "value": loss.value, **place(each, loss.reading)}
     found["alerts"] = [{"message": f.message, "when": f.when} for f in failed_checks(whole) if not f.is_over]
-    return {**found, "panels": verdict_panels(whole), **_decision(whole)}
+    found["panels"] = verdict_panels(whole)
+    return found | decided(lambda: decide(facts_of_run(whole), log=whole.path.parent))
 
 
 def place(each: ComparedRun, reading: AnyReading) -> dict[str, float | None]:
@@ -61,9 +62,9 @@ def _noise(known: RatioInterval) -> dict[str, Any]:
     return {"status": known.status, "value": known.ratio, "low": known.low, "high": known.high, "reason": known.reason}
 
 
-def _decision(run: Run) -> dict[str, Any]:
-    """What `sonde advise RUN --json` prints; null with the reason where nothing can be decided."""
+def decided(decision: Callable[[], Decision]) -> dict[str, Any]:
+    """What `sonde advise --json` prints; null with the reason where nothing can be decided."""
     try:
-        return {"decision": as_json(decide(facts_of_run(run), log=run.path.parent)), "why_none": ""}
+        return {"decision": as_json(decision()), "why_none": ""}
     except ValueError as error:
         return {"decision": None, "why_none": str(error)}

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from sonde.commands.as_json import print_json, run_as_json
+from sonde.commands.as_json import decided, print_json, run_as_json
 from sonde.commands.branch_result import print_table
 from sonde.runs.compare.side_by_side import AXES, By, Comparison, read_runs
-from sonde.runs.compare.words import beside_rows, lowest, reached_rows, run_rows, setting_rows, summary
+from sonde.runs.compare.words import beside_rows, decision, lowest, reached_rows, run_rows, setting_rows, summary
 from sonde.runs.report.page import check_bokeh
 
 
@@ -52,6 +52,8 @@ def run_compare(options: CompareOptions) -> int:
     shown = summary(found)
     for sentence in filter(None, (shown.action, shown.headline, shown.detail)):
         console.print(sentence)
+    for line in shown.commands:
+        console.print(f"Next: {line}")
     for rows, n_keys in ((run_rows, 1), (beside_rows, 2), (reached_rows, 1), (setting_rows, 1)):
         print_table(rows(found), console, n_keys=n_keys)
     for notice in found.notices:
@@ -73,7 +75,8 @@ def _as_json(found: Comparison) -> dict[str, Any]:
     pairs = [(name, run) for name in found.values for run in others]
     reached = {run.letter: found.to_common_loss(run) for run in found.runs}
     return {
-        "runs": [run_as_json(run, run.run) for run in found.runs],
+        "runs": [{"letter": run.letter, **run_as_json(run, run.run)} for run in found.runs],
+        **decided(lambda: decision(found)),
         "by": found.by,
         "lowest": {by: best and best[0].letter for by in AXES for best in [lowest(found, by)]},
         "differences": [

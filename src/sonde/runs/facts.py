@@ -7,10 +7,12 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from sonde.decision.facts import Facts, facts_of
 from sonde.decision.law import are_alike
 from sonde.decision.time_curve import TimeCurve, Timing, curve_of_json
+from sonde.runs.compare.side_by_side import reached_by
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval
 
@@ -26,7 +28,8 @@ def facts_of_runs(runs: Sequence[Run]) -> list[Facts]:
     Raises:
         ValueError: for a log without a reading of the noise scale.
     """
-    return [facts_of_run(run) for run in runs]
+    facts = [facts_of_run(run) for run in runs]
+    return [replace(each, reached=at) for each, at in zip(facts, reached_by(runs), strict=True)]
 
 
 def facts_of_run(run: Run) -> Facts:

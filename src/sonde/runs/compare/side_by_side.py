@@ -181,6 +181,12 @@ class Comparison:
         return Reached(self.common_loss, steps, units, seconds)
 
 
+def reached_by(runs: Sequence[Run]) -> list[Reached | None]:
+    """What each run took to come down to the lowest loss that all have reached."""
+    found = Comparison(tuple(ComparedRun(run.name, run.name, thinned(run)) for run in runs), "steps", ())
+    return [found.to_common_loss(run) for run in found.runs]
+
+
 def read_runs(paths: Sequence[str | Path], *, by: By = "units", any_model: bool = False) -> Comparison:
     """Read the logs of several runs, and say what makes them compare badly.
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from sonde.decision.decide import Decision, decide
+from sonde.decision.pool import pool
 from sonde.evidence.answer import Row, in_words
 from sonde.runs.compare.side_by_side import AXES, ENTROPY, By, ComparedRun, Comparison
+from sonde.runs.facts import facts_of_runs
 from sonde.runs.report.how_measured import setting_text
 from sonde.runs.report.verdicts import VerdictPanel, verdict_panels
 from sonde.runs.run import Reading
@@ -20,25 +24,35 @@ _OF_NO_USE = ("start", "groups", "log_every")
 
 
 def summary(found: Comparison) -> VerdictPanel:
-    """Which run did best at equal units, steps and time, and what its log says to do next."""
+    """Which run did best at equal units, steps and time, and the decision that all logs together give."""
     bests = [best for by in found.axes if (best := lowest(found, by)) is not None]
     said = [sentence for _, sentence in bests]
-    chosen = bests[0][0] if bests else found.runs[0]
     entropies = {run: of[-1][1] for run in found.runs if (of := run.curve(ENTROPY, "steps"))}
+    least = min(found.runs, key=lambda run: entropies.get(run, math.inf))
     if found.loss is None and entropies:
-        chosen = min(entropies, key=lambda run: entropies[run])
-        said = [f"{chosen.letter} has the least entropy, {number(entropies[chosen])} nats a token."]
+        said = [f"{least.letter} has the least entropy, {number(entropies[least])} nats a token."]
     basis = f"{len(found.runs)} runs, A first. Intervals hold at 95 % for these very runs: another seed is not in them."
     first, *others = said or [_NOTHING]
-    return VerdictPanel("measured", "Compared", _action(chosen), first, " ".join(others), basis, ())
+    try:
+        decided = decision(found)
+        action, next_ = decided.sentence, (f"sonde advise {_logs(found)}",) * (decided.kind != "wait")
+    except ValueError:  # one run's own verdict, where there is none of all
+        chosen = bests[0][0] if bests else least
+        action, next_ = f"By {chosen.letter}'s log: {verdict_panels(chosen.run)[0].action}", ()
+    return VerdictPanel("measured", "Compared", action, first, " ".join(others), basis, (), next_)
 
 
-def _action(chosen: ComparedRun) -> str:
-    """What to do next by the log of one run: the decision that its own report and `sonde advise` give."""
-    panel = verdict_panels(chosen.run)[0]
-    more = f" More of it: sonde advise {shlex.quote(str(chosen.run.path.parent))}"
-    has_more = chosen.run.readings and panel.kind != "wait"
-    return f"By {chosen.letter}'s log: {panel.action}{more if has_more else ''}"
+def decision(found: Comparison) -> Decision:
+    """The decision that `sonde advise` prints of the same logs.
+
+    Raises:
+        ValueError: for runs that give no decision together, as those of different models or without a noise scale.
+    """
+    return decide(pool(facts_of_runs([each.run for each in found.runs])), log=_logs(found))
+
+
+def _logs(found: Comparison) -> str:
+    return shlex.join(str(each.run.path.parent) for each in found.runs)
 
 
 def lowest(found: Comparison, by: By) -> tuple[ComparedRun, str] | None:
