@@ -53,10 +53,11 @@ def write_comparison(found: Comparison, out: Path) -> Path:
 
 def comparison_page(found: Comparison) -> str:
     """The whole page."""
-    first, reached = found.runs[0], _table("By interpolation", reached_rows(found))
+    panel = summary(found)
+    best = _table("With 95 % intervals", beside_rows(found)), _table("By interpolation", reached_rows(found), n_texts=1)
     sections = [
+        Section("Which did best?", f"{panel.headline} {panel.detail} {_BESIDE}", best),
         Section("The runs", "", (_table("Each run by itself, at its last reading", run_rows(found)),)),
-        Section(f"Beside {first.name}", _BESIDE, (_table("With 95 % intervals", beside_rows(found)), reached)),
         *(Section(title, text, (plot,)) for title, text, plot in _plots(found)),
         Section("Settings that differ", "", (_table("From the headers of the logs", setting_rows(found, MAX_TEXT)),)),
     ]
@@ -69,19 +70,15 @@ def comparison_page(found: Comparison) -> str:
         alerts_title="Noticed in these runs",
         alerts=[{"message": f"{notice}."} for notice in found.notices],
         more_alerts=plural(max(len(found.notices) - 5, 0), "more notice"),
-        panels=[summary(found)],
-        rows=[
-            Row("Differences", (_METHOD,)),
-            Row("Logs", logs),
-            Row("Noticed", found.notices or ("Nothing.",)),
-        ],
+        panels=[panel],
+        rows=[Row("Differences", (_METHOD,)), Row("Logs", logs), Row("Noticed", found.notices or ("Nothing.",))],
         source="the logs of these runs",
     )
 
 
-def _table(caption: str, rows: Iterable[TableRow]) -> Table | str:
+def _table(caption: str, rows: Iterable[TableRow], *, n_texts: int = 2) -> Table | str:
     head, *rest = rows
-    return Table(caption, tuple(map(capital, head)), tuple(rest), n_texts=2) if rest else "Nothing."
+    return Table(caption, tuple(map(capital, head)), tuple(rest), n_texts) if rest else "Nothing."
 
 
 def _plots(found: Comparison) -> Iterator[tuple[str, str, Plot]]:
