@@ -2,7 +2,6 @@
 
 from sonde import integrations as integrations
 from sonde.batch_size.attach import attach
-from sonde.batch_size.curvature import Curvature
 from sonde.batch_size.measure import Measurement, measure
 from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.gradients import OuterProducts
@@ -12,7 +11,6 @@ from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.critical_batch import Estimate, Tradeoff, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
-from sonde.batch_size.stats.one_step import BestStep, CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.evidence.branches import Branch, Branches, Proxy
@@ -44,12 +42,9 @@ from sonde.version import __version__
 
 __all__ = [
     "BatchSchedule",
-    "BestStep",
     "Branch",
     "Branches",
     "CausalLMStatistics",
-    "Curvature",
-    "CurvatureReading",
     "EntropyChangeOptions",
     "EntropyChangeProbe",
     "EntropyComparison",
