@@ -219,10 +219,28 @@ def measure(
                 tell(line)
             own = islice(batches, most_batches)
             measuring = _Measuring(target, probe, fixed, loss, own, counts_of, until, target.written())
-            measurement = measuring.run(most_batches, on_window, says=says)
+            told = [] if on_window is None else [on_window]
+            measurement = measuring.run(most_batches, [*told, some_seconds_apart(tell)] if says else told)
             if says:
                 tell(str(measurement))
             return measurement
+
+
+def some_seconds_apart(say: Callable[[str], object]) -> Callable[[Measurement], None]:
+    """A function for `on_window` that says the measurement so far, some seconds apart.
+
+    Args:
+        say: takes the words.
+    """
+    last = time.monotonic()
+
+    def on_window(so_far: Measurement) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            say(str(so_far))
+
+    return on_window
 
 
 def _beginning(model: nn.Module, parameters: Sequence[Tensor], *, n_ranks: int, unit: str) -> Iterator[str]:
@@ -327,23 +345,23 @@ class _Measuring:
     n_windows: int = 0
     sums: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
 
-    def run(
-        self, most_batches: int | None, on_window: Callable[[Measurement], object] | None, *, says: bool
-    ) -> Measurement:
-        """Measure windows until the interval is narrow, or nothing is left to measure."""
+    def run(self, most_batches: int | None, told: Sequence[Callable[[Measurement], object]]) -> Measurement:
+        """Measure windows until the interval is narrow, or nothing is left to measure.
+
+        Args:
+            most_batches: of this rank; None for all.
+            told: called with the measurement after each window.
+        """
         in_16_bits = any(p.dtype.itemsize == 2 for p in self.target.parameters)
-        longest, last_said = _LONGEST_IN_16_BITS if in_16_bits else math.inf, time.monotonic()
+        longest = _LONGEST_IN_16_BITS if in_16_bits else math.inf
         for length in window_lengths(self.target.n_data_ranks, longest=longest):
             n_pieces = self._window(length)
             if n_pieces < 2:  # what is left cannot be compared with anything
                 break
-            is_due = says and time.monotonic() - last_said >= _SECONDS_BETWEEN_LINES
-            so_far = self._so_far(None) if is_due or on_window is not None else None
-            if is_due:
-                last_said = time.monotonic()
-                tell(str(so_far))
-            if on_window is not None and so_far is not None:
-                on_window(so_far)
+            if told:
+                so_far = self._so_far(None)
+                for each in told:
+                    each(so_far)
             if self.target.on_all_ranks(here=self._is_precise()):
                 return self._so_far("precise")
         if not self.n_windows:

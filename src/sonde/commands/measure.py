@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 from tyro.conf import Positional, arg
 
-from sonde.batch_size.measure import Measurement, check_limits, measure
+from sonde.batch_size.measure import Measurement, check_limits, measure, some_seconds_apart
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.branch_result import print_table
 from sonde.commands.text import read_documents, sequences
@@ -27,7 +26,6 @@ from sonde.version import install_hint
 from sonde.wording import count, estimate, number, percent, plural
 
 _UNIT = "sequences"
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
@@ -117,14 +115,6 @@ def _measured(
     options: MeasureOptions,
     console: Console,
 ) -> Measurement:
-    last = time.monotonic()
-
-    def on_window(so_far: Measurement) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            console.print(f"  {so_far}")
-
     torch.manual_seed(options.seed)  # of dropout; this process does nothing else
     return measure(
         model,
@@ -135,7 +125,7 @@ def _measured(
         most_batches=None if options.most is None else math.ceil(options.most / options.examples_per_piece),
         batch=options.batch,
         log=_log(options),
-        on_window=on_window,
+        on_window=some_seconds_apart(lambda text: console.print(f"  {text}")),
         verbose=False,
     )
 
