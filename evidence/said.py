@@ -6,11 +6,12 @@ import itertools
 from pathlib import Path
 from typing import get_args
 
+from sonde.batch_size.stats.proxy import Factor, kind_of
+
 from evidence.analysis import factors, quantile, resolved, which_law
 from evidence.tasks import OPTIMIZERS, make_optimizers, perceptron
 from evidence.work import Store
 from sonde.batch_size.stats import proxy
-from sonde.batch_size.stats.proxy import Factor, kind_of
 from sonde.batch_size.taps.metric import MetricName
 
 MODULE = Path(proxy.__file__)
