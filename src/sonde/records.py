@@ -187,10 +187,12 @@ class RunLog(RecordWriter):
         else:
             versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
             header = {"kind": "header", "time": time.time(), "schema": SCHEMA, "run": self.run, **described}
+            self._begin_here()
             try:
-                self._begin_with({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
+                self._hand_over({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
             except Exception:  # a log without its header is no log
                 self._has_ended = True
+                self._close_sinks()
                 raise
             self._has_begun = True
         self._metrics |= dict.fromkeys(metrics, writes)

@@ -139,16 +139,12 @@ class RecordWriter:
         """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
         self._hand_over({"kind": kind, "time": time.time(), **content})
 
-    def _begin_with(self, header: Mapping[str, object], *, raises: bool) -> None:
-        """Write the first record; `raises`: raise what a sink raises that must begin."""
+    def _begin_here(self) -> None:
+        """From now on, this process writes, if it is the first rank's."""
         self._is_first_rank, self._pid = self.is_first_rank, os.getpid()
-        try:
-            self._hand_over(header, raises=raises)
-        except Exception:  # a log without its header is no log
-            self._close_sinks()
-            raise
 
     def _hand_over(self, record: Mapping[str, object], *, raises: bool = False) -> None:
+        """Hand one record to the sinks; `raises`: raise what a sink raises that must begin."""
         if self._may_write:
             for sink in self._sinks:
                 sink.write(record, raises=raises)

@@ -187,8 +187,7 @@ class TensorBoardSink(_TrackerSink):
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record; kinds that TensorBoard has no place for are left out."""
         if record["kind"] in ("header", "probe"):
-            text = json.dumps(record, indent=2, ensure_ascii=False)
-            self._texts.append(("sonde/run", text, 0, record["time"]))
+            self._texts.append(("sonde/run", json.dumps(record, indent=2, ensure_ascii=False), 0, record["time"]))
         super().write(record)
 
     def _new(self) -> Any:
@@ -315,8 +314,8 @@ class WandbSink(_TrackerSink):
     def _log(self, metrics: dict[str, float], step: int, time: float) -> None:
         row = {**metrics, WINDOW: step}
         for name in row.keys() - self._known:
-            is_axis = name == WINDOW
-            self._experiment.define_metric(name, step_metric=None if is_axis else WINDOW, hidden=is_axis)
+            axis = None if name == WINDOW else WINDOW
+            self._experiment.define_metric(name, step_metric=axis, hidden=axis is None)
         self._known |= row.keys()
         self._experiment.log(row, commit=self._is_own)
 
