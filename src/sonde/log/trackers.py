@@ -86,7 +86,7 @@ class _TrackerSink:
         self._texts: list[tuple[str, str, int, float]] = []
         """Those that wait for a run: tag, text, window, time."""
         if run is None:
-            _ = self._module
+            _ = self._module  # without its package, an error now rather than at the first metrics
 
     @functools.cached_property
     def _module(self) -> Any:
