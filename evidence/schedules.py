@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sonde.batch_size.stats.rate_rules import rate_factor
 
 import sonde
 from evidence.replicas import Replicas, orthogonal
 from evidence.tasks import MUON_MOMENTUM, Task, make_optimizers, task
 from evidence.training import Training
 from evidence.work import Arguments, Study
+from sonde.decision.rate_rules import rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 
 START, LARGEST, MICRO = 8, 64, 4
