@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.decision.law import Range, as_weighed
+from sonde.decision.law import FEWEST_STEPS, Range, as_weighed
 from sonde.decision.proxy import Factor, critical_range, factor_for
 from sonde.decision.time_curve import TimeCurve
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
@@ -15,8 +15,6 @@ RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"
 """What a decision is about."""
 STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
-FEWEST_STEPS = 100
-"""Steps of training before a decision: in the first ones the noise scale grows by tens of times."""
 
 
 _NOTHING = unresolved("")

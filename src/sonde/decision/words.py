@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts, Scope
-from sonde.decision.law import Range, in_units
+from sonde.decision.law import Range
 from sonde.decision.plans import Plan
 from sonde.decision.proxy import PUBLISHED, factor_in_words
-from sonde.wording import count, number, percent
+from sonde.wording import in_units, number, percent, units
 
 if TYPE_CHECKING:
     from sonde.decision.decide import Advice, Kind
@@ -158,20 +158,6 @@ def _of_policies(facts: Facts) -> Iterator[str]:
 
 
 # Parts of sentences.
-
-
-def units(n: float, unit: str) -> str:
-    """A batch with its unit, a whole number where it is nearly one: "1 sequence", "16 sequences", "3.7 prompts".
-
-    A logged batch is an average, which an epoch's last windows lower a little.
-
-    Example:
-        >>> units(1, "sequences"), units(15.97, "sequences"), units(1536, "rows"), units(3.7, "prompts")
-        ('1 sequence', '16 sequences', '1,536 rows', '3.7 prompts')
-    """
-    is_whole = abs(n - round(n)) <= max(0.01 * n, 1e-6) and round(n) > 0
-    size = count(n) if is_whole else number(n, 2)
-    return f"{size} {unit.removesuffix('s') if size == '1' else unit}"
 
 
 def ranks(n: int) -> str:

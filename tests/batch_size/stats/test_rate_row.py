@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from sonde.batch_size.stats.proxy import Range, settings_of
 from sonde.batch_size.stats.rate_row import RateRow, rate_row
+from torch import nn
 
 KNOWN = Range(100.0, 50.0, 200.0)
 ADAMW = {"name": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}

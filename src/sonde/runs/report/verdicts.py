@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from sonde.batch_size.stats.reading import in_percent
 from sonde.decision.decide import Advice, Decision, decide
 from sonde.decision.law import Range
-from sonde.decision.words import units
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
 from sonde.runs.facts import facts_of_run
@@ -24,7 +23,7 @@ from sonde.runs.run import (
     Run,
 )
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
-from sonde.wording import count, number, percent, plural
+from sonde.wording import count, number, percent, plural, units
 
 _WIDE = 5.0
 """A cost that may be so many times larger is known by its lower end alone."""
