@@ -92,6 +92,9 @@ def test_bounds_runs_without_a_reading_and_policies_are_json_too(
     assert policy["unit"] == "prompts"
     assert main(["report", str(tmp_path / "empty"), "--json"]) == 2
     assert "holds no reading yet" in capsys.readouterr().err
+    (tmp_path / "branches.json").write_text("{}")
+    assert main(["report", str(tmp_path), "--json"]) == 2
+    assert f"are JSON already: read {tmp_path / 'branches.json'}" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "bound"), "--json", "--serve"]) == 2
     assert "--json prints the runs once and ends" in capsys.readouterr().err
 

@@ -55,7 +55,8 @@ def run_compare(options: CompareOptions) -> int:
     for line in shown.commands:
         console.print(f"Next: {line}")
     for rows, n_keys in ((run_rows, 1), (beside_rows, 2), (reached_rows, 1), (setting_rows, 1)):
-        print_table(rows(found), console, n_keys=n_keys)
+        if (table := [*rows(found)])[1:]:
+            print_table(table, console, n_keys=n_keys)
     for notice in found.notices:
         console.print(f"\n{notice}.")
     try:

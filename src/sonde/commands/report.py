@@ -9,6 +9,7 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from sonde.commands.as_json import alone, place, print_json, run_as_json
+from sonde.runs.report.branch_page import BRANCHES_NAME
 from sonde.runs.report.write import readable_run, write_report
 
 
@@ -37,6 +38,8 @@ def run_report(options: ReportOptions) -> int:
         The exit status.
     """
     if options.json:
+        if (branches := options.run / BRANCHES_NAME).is_file():
+            raise ValueError(f"the numbers of these branches are JSON already: read {branches}")
         run = readable_run(options.run)
         each = alone(run, run.name)
         readings = [{**place(each, reading), "metrics": reading.metrics} for reading in each.readings]

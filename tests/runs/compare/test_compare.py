@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from sonde.decision.decide import decide
+from sonde.decision.pool import pool
 from sonde.runs.compare.page import comparison_page
 from sonde.runs.compare.side_by_side import AXES, Comparison, read_runs
 from sonde.runs.compare.words import beside_rows, reached_rows, run_rows, setting_rows, summary
-from sonde.runs.facts import facts_of_run
+from sonde.runs.facts import facts_of_run, facts_of_runs
 from sonde.runs.reader import read_run
 from tests.runs.compare.plausible_runs import write_plausible
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
@@ -123,13 +124,21 @@ def test_a_training_loss_is_the_mean_of_the_steps_before_it(tmp_path: Path, trai
         assert of.value == pytest.approx(0.0, abs=0.003)
 
 
-def test_the_decision_is_that_of_the_run_with_the_lowest_loss(tmp_path: Path) -> None:
+def test_the_decision_is_that_of_all_logs_and_goes_on_from_the_fastest(tmp_path: Path) -> None:
     found = compared(tmp_path, {"batch": 4.0, "n": 320}, {"batch": 16.0, "loss": lambda units: known(units) + 0.1})
-    decided = decide(facts_of_run(found.runs[0].run), log=tmp_path / "run0")
-    assert summary(found).action == f"By A's log: {decided.sentence} More of it: sonde advise {tmp_path / 'run0'}"
-    early = summary(compared(tmp_path / "early", {"n": 5}, {"n": 5, "batch": 64.0})).action
-    assert early.startswith("By ")
-    assert "sonde advise" not in early
+    facts = facts_of_runs([read_run(tmp_path / name) for name in ("run0", "run1")])
+    assert facts[0].reached is not None
+    assert facts[0].reached.seconds == pytest.approx((found.to_common_loss(found.runs[0]) or facts[0].reached).seconds)
+    shown = summary(found)
+    assert shown.action == decide(pool(facts)).sentence
+    assert shown.commands == (f"sonde advise {tmp_path / 'run0'} {tmp_path / 'run1'}",)
+
+
+def test_runs_that_give_no_decision_together_have_that_of_the_best(tmp_path: Path) -> None:
+    setup = header_record()["setup"] | {"optimizer_kind": "Muon"}
+    shown = summary(compared(tmp_path, {}, {"setup": setup, "loss": lambda units: known(units) + 0.1}))
+    assert shown.action == f"By A's log: {decide(facts_of_run(read_run(tmp_path / 'run0'))).sentence}"
+    assert shown.commands == ()
 
 
 def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:

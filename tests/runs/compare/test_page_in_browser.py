@@ -31,7 +31,7 @@ def test_three_batches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path,
     assert len(browser.execute_script(DRAWN)) == 4  # noise scale, loss, norm, speed
     assert browser.execute_script(OVERFLOW) <= 0
     assert browser.execute_script(SCROLLS) is (width < 1200)  # a table in its own box, and not the page
-    for said in ("3 runs side by side", "More of it: sonde advise ", "Settings that differ", "4 (A); 16 (B)"):
+    for said in ("3 runs side by side", "sonde advise ", "Settings that differ", "4 (A); 16 (B)"):
         assert said in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import shlex
@@ -13,6 +14,7 @@ from sonde.decision.pool import pool
 from sonde.evidence.answer import Row, in_words
 from sonde.runs.compare.side_by_side import AXES, ENTROPY, By, ComparedRun, Comparison
 from sonde.runs.facts import facts_of_runs
+from sonde.runs.losses import last_loss
 from sonde.runs.report.how_measured import setting_text
 from sonde.runs.report.verdicts import VerdictPanel, verdict_panels
 from sonde.runs.run import Reading
@@ -33,13 +35,14 @@ def summary(found: Comparison) -> VerdictPanel:
         said = [f"{least.letter} has the least entropy, {number(entropies[least])} nats a token."]
     basis = f"{len(found.runs)} runs, A first. Intervals hold at 95 % for these very runs: another seed is not in them."
     first, *others = said or [_NOTHING]
-    try:
-        decided = decision(found)
-        action, next_ = decided.sentence, (f"sonde advise {_logs(found)}",) * (decided.kind != "wait")
-    except ValueError:  # one run's own verdict, where there is none of all
-        chosen = bests[0][0] if bests else least
-        action, next_ = f"By {chosen.letter}'s log: {verdict_panels(chosen.run)[0].action}", ()
-    return VerdictPanel("measured", "Compared", action, first, " ".join(others), basis, (), next_)
+    chosen, next_ = bests[0][0] if bests else least, ""
+    action = f"By {chosen.letter}'s log: {verdict_panels(chosen.run)[0].action}"
+    with contextlib.suppress(ValueError):  # runs that give no decision together have that of one
+        if chosen.run.readings:
+            action, next_ = decision(found).sentence, f"sonde advise {_logs(found)}"
+    return VerdictPanel(
+        "measured", "Compared", action, first, " ".join(others), basis, (), tuple(filter(None, [next_]))
+    )
 
 
 def decision(found: Comparison) -> Decision:
@@ -85,14 +88,16 @@ def _noun(by: By, unit: str) -> str:
 
 def run_rows(found: Comparison) -> Iterator[Row]:
     """Each run by itself."""
-    yield "run", "verdict", "batch", "steps", found.unit, "time", "measuring", "noise scale now", "over the run"
+    yield "run", "at last", "batch", "steps", found.unit, "time", "measuring", "noise scale now", "over the run"
     for each in found.runs:
         run, last = each.run, each.readings[-1]
         seen, cost = each.position(last, "units"), last.metrics.get("cost/share")
         cells = ["–" if value is None else number(value) for value in (each.batch, last.window, seen)]
         cells += [duration(each.position(last, "time") or 0.0), "–" if cost is None else f"{number(100 * cost, 2)} %"]
         cells += [in_words(last.now), in_words(last.of_run)] if isinstance(last, Reading) else ["–", "–"]
-        yield each.name, verdict_panels(run)[0].badge, *cells
+        loss = last_loss(run)
+        said = "–" if loss is None else f"{shorten(loss.name)} {number(loss.value)}"
+        yield each.name, verdict_panels(run)[-1].badge if run.policy else said, *cells
 
 
 def beside_rows(found: Comparison) -> Iterator[Row]:
@@ -107,11 +112,8 @@ def beside_rows(found: Comparison) -> Iterator[Row]:
 
 def reached_rows(found: Comparison) -> Iterator[Row]:
     """What each run took to the lowest loss that all have reached."""
-    if found.loss is None or found.common_loss is None:
-        yield ("",)
-        return
-    yield f"to {shorten(found.loss)} {number(found.common_loss)}", *(_noun(by, found.unit) for by in AXES)
-    for run in found.runs:
+    yield f"to {shorten(found.loss or '')} {number(found.common_loss)}", *(_noun(by, found.unit) for by in AXES)
+    for run in found.runs if found.loss else ():
         if (at := found.to_common_loss(run)) is None:
             yield run.letter, "–", "–", "–"
         else:
