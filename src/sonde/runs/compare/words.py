@@ -35,14 +35,13 @@ def summary(found: Comparison) -> VerdictPanel:
         said = [f"{least.letter} has the least entropy, {number(entropies[least])} nats a token."]
     basis = f"{len(found.runs)} runs, A first. Intervals hold at 95 % for these very runs: another seed is not in them."
     first, *others = said or [_NOTHING]
-    chosen, next_ = bests[0][0] if bests else least, ""
-    action = f"By {chosen.letter}'s log: {verdict_panels(chosen.run)[0].action}"
+    commands: tuple[str, ...]
+    chosen = bests[0][0] if bests else least
+    action, commands = f"By {chosen.letter}'s log: {verdict_panels(chosen.run)[0].action}", ()
     with contextlib.suppress(ValueError):  # runs that give no decision together have that of one
         if chosen.run.readings:
-            action, next_ = decision(found).sentence, f"sonde advise {_logs(found)}"
-    return VerdictPanel(
-        "measured", "Compared", action, first, " ".join(others), basis, (), tuple(filter(None, [next_]))
-    )
+            action, commands = decision(found).sentence, (f"sonde advise {_logs(found)}",)
+    return VerdictPanel("measured", "Compared", action, first, " ".join(others), basis, (), commands)
 
 
 def decision(found: Comparison) -> Decision:
