@@ -94,13 +94,13 @@ def test_a_new_reading_is_shown_within_seconds_and_the_reader_stays_where_they_a
         assert len(figures) == 6
         browser.execute_cdp_cmd("Performance.enable", {})
         listeners = _listeners(browser)
-        whole = browser.execute_script(RANGE, figures[2])
-        browser.execute_script("arguments[0].focus()", figures[2])
+        whole = browser.execute_script(RANGE, figures[3])
+        browser.execute_script("arguments[0].focus()", figures[3])
         ActionChains(browser).send_keys("+").perform()
-        zoomed = browser.execute_script(RANGE, figures[2])
+        zoomed = browser.execute_script(RANGE, figures[3])
         assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
-        browser.execute_script("arguments[0].scrollIntoView()", figures[2])
-        top, spoken = browser.execute_script(TOP, figures[2]), figures[2].find_element("tag name", "figcaption")
+        browser.execute_script("arguments[0].scrollIntoView()", figures[3])
+        top, spoken = browser.execute_script(TOP, figures[3]), figures[3].find_element("tag name", "figcaption")
         before = spoken.get_property("textContent")
 
         browser.execute_script("getSelection().selectAllChildren(document.querySelector('h1'))")
@@ -110,12 +110,12 @@ def test_a_new_reading_is_shown_within_seconds_and_the_reader_stays_where_they_a
         assert "All ranks train on the same data." in _text(browser)
         assert browser.execute_script("return String(getSelection())") == "small language model"
         _wait(lambda: spoken.get_property("textContent") != before, "the reading in the figures")
-        _wait(lambda: browser.execute_script(NEWEST, figures[2]) == "610", "the reading in the drawing")
-        assert browser.execute_script(TOP, figures[2]) == pytest.approx(top, abs=2)
-        assert browser.execute_script(RANGE, figures[2]) == zoomed
-        assert browser.switch_to.active_element == figures[2]
+        _wait(lambda: browser.execute_script(NEWEST, figures[3]) == "610", "the reading in the drawing")
+        assert browser.execute_script(TOP, figures[3]) == pytest.approx(top, abs=2)
+        assert browser.execute_script(RANGE, figures[3]) == zoomed
+        assert browser.switch_to.active_element == figures[3]
         ActionChains(browser).send_keys("0").perform()
-        assert browser.execute_script(RANGE, figures[2])[1] > whole[1]
+        assert browser.execute_script(RANGE, figures[3])[1] > whole[1]
         assert browser.execute_script(STILL)
         assert _listeners(browser) == pytest.approx(listeners, rel=0.05)  # 485 for 356 if a drawing stays
 
@@ -157,10 +157,10 @@ def test_several_runs_are_chosen_from_a_list(browser: Any, tmp_path: Path) -> No
     one, other = write_run(tmp_path / "one", 12, end=False), write_policy_run(tmp_path / "other", 12)
     with _watched(one, other) as (address, _):
         _open(browser, address)
-        links = "return [...document.querySelectorAll('nav a')].map(link => link.innerText)"
+        links = "return [...document.querySelectorAll('.bar a')].map(link => link.innerText)"
         first, second = browser.execute_script(links)
         assert (first, second) == ("small language model", "adding by GRPO")
-        rows = browser.find_elements("css selector", "nav tbody tr")
+        rows = browser.find_elements("css selector", ".bar tbody tr")
         assert [" ".join(row.text.split(" last ")[0].split()) for row in rows] == [
             "small language model Time it first 1.645 120",
             "adding by GRPO Entropy is falling – 56 ended: training ended",

@@ -141,11 +141,6 @@ class Comparison:
         """The unit that all runs are counted in."""
         return self.runs[0].unit
 
-    @property
-    def axes(self) -> list[By]:
-        """All axes, the chosen one first."""
-        return sorted(AXES, key=lambda by: by != self.by)
-
     @functools.cached_property
     def values(self) -> list[str]:
         """What is compared: values that two or more runs logged, held-out losses first, then losses; the entropy."""

@@ -27,7 +27,8 @@ _OF_NO_USE = ("start", "groups", "log_every")
 
 def summary(found: Comparison) -> VerdictPanel:
     """Which run did best at equal units, steps and time, and the decision that all logs together give."""
-    bests = [best for by in found.axes if (best := lowest(found, by)) is not None]
+    axes = sorted(AXES, key=lambda by: by != found.by)
+    bests = [best for by in axes if (best := lowest(found, by)) is not None]
     said = [sentence for _, sentence in bests]
     entropies = {run: of[-1][1] for run in found.runs if (of := run.curve(ENTROPY, "steps"))}
     least = min(found.runs, key=lambda run: entropies.get(run, math.inf))
