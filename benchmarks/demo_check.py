@@ -2,13 +2,13 @@
 
     python -m benchmarks.demo_check [--seeds 3] [--out benchmarks/results]
 
-Runs the demo, and reads its verdict: which part of the steps another batch would need in a run like this one. Then it
-runs the demo with that batch and so many steps, the middle of what is said, at the learning rate times the root of the
-batches' ratio, as AdamW asks for. It should end at the loss of the reference. So should four times the batch, by the
-same equation, for a larger step than the verdict's.
+Runs the demo, and takes the decision from its log: which part of the steps another batch would need in a run like this
+one. Then it runs the demo with that batch and so many steps, the middle of the range, at the learning rate times the
+root of the batches' ratio, as AdamW asks for. It should end at the loss of the reference. So should four times the
+batch, by the same equation, for a larger step than the decision's.
 
-What the verdict says of the time from here on is tried where it is said: the demo's model is trained for a while, and
-then goes on from there, with the batch as it was, and with the batch and the steps of the verdict.
+What the decision says of the time from here on is tried where it is said: the demo's model is trained for a while, and
+then goes on from there, with the batch as it was, and with the batch and the steps of the decision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import argparse
 import copy
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -30,21 +29,19 @@ from torch import Tensor, nn
 
 import sonde
 from benchmarks.machine import page
-from sonde.batch_size.stats.critical_batch import relative_steps
-from sonde.batch_size.stats.proxy import FACTORS
+from sonde.decision.decide import Decision, decide
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS
+from sonde.decision.law import relative_steps
+from sonde.decision.proxy import FACTORS
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.byte_lm.train import LAST_RATE, MAX_GRAD_NORM, WARMUP_STEPS, next_byte_loss
+from sonde.runs.facts import facts_of_run
 
 BATCH, STEPS, RATE, CONTEXT = 32, 300, 1e-3, 96
 CRITICAL = FACTORS["Adam or AdamW (β = 0.9)", "euclidean"].median
-"""The critical batch size over the run's average noise scale, as the verdict takes it."""
+"""The critical batch size over the run's average noise scale, as the decision takes it."""
 PIECES = 4
 """Of the demo's batch: it divides the batch."""
-COST = re.compile(
-    r"(twice|half|a batch of ([\d.,]+)) (?:the batch|sequences) "
-    r"would need ([\d.]+)(?: to ([\d.]+))? (% of|times) the steps"
-)
-"""A verdict's sentence about another batch."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class Ending:
         steps: of the run.
         loss: mean over the last tenth of the steps, in nats a byte.
         average: noise scale of the run, in sequences.
-        now: noise scale where the verdict is given, at the end of the run, or where it goes on.
-        said: another batch and its part of the steps, in a run like this one and from here on, as the verdict says.
+        now: noise scale where the decision is made, at the end of the run, or where it goes on.
+        said: for each scope of the decision, another batch and its part of the steps.
     """
 
     batch: int
@@ -65,7 +62,7 @@ class Ending:
     loss: float
     average: float
     now: float
-    said: list[tuple[float, float]]
+    said: dict[str, tuple[float, float]]
 
 
 def demo(batch: int, steps: int, seed: int) -> Ending:
@@ -76,26 +73,26 @@ def demo(batch: int, steps: int, seed: int) -> Ending:
         options = ["--batch", batch, "--steps", steps, "--seed", seed, "--learning-rate", rate, "--out", out]
         command = [sys.executable, "-m", "sonde", "demo", *map(str, options)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-        readings = sonde.read_run(out).readings
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        run = sonde.read_run(out)
+    readings = run.readings
     losses = [r.metrics["loss"] for r in readings if r.window > 0.9 * steps and r.metrics["loss"] is not None]
     last = readings[-1].metrics
     average, now = (
         last["gns/b_simple_average"] or math.nan,
         last["gns/b_simple"] or last["gns/b_simple_low"] or math.nan,
     )
-    return Ending(batch, steps, statistics.fmean(losses), average, now, costs_in(ended.stdout, batch))
+    return Ending(batch, steps, statistics.fmean(losses), average, now, others_in(decide(facts_of_run(run))))
 
 
-def costs_in(printed: str, batch: int) -> list[tuple[float, float]]:
-    """Each batch that a verdict speaks of, with the part of the steps that it needs: the middle of what is said."""
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
-    costs = []
-    for name, size, low, high, unit in COST.findall(text):
-        other = {"twice": 2.0 * batch, "half": batch / 2}.get(name) or float(size.replace(",", ""))
-        part = (float(low) + float(high or low)) / 2
-        costs.append((other, part / 100 if unit == "% of" else part))
-    return costs
+def others_in(found: Decision) -> dict[str, tuple[float, float]]:
+    """The batch that is better in each scope, or else twice the batch, with the part of the steps that it needs."""
+    others = {}
+    for scope, advice in found.advice.items():
+        now = advice.present
+        plan = advice.best or advice.maybe or min(advice.plans, key=lambda each: abs(each.batch - 2 * now.batch))
+        others[scope] = plan.batch, plan.steps.likely / now.steps.likely
+    return others
 
 
 def whole_pieces(batch: float) -> int:
@@ -104,10 +101,10 @@ def whole_pieces(batch: float) -> int:
 
 
 def trials(reference: Ending, seed: int) -> dict[str, Ending]:
-    """The run that the reference's verdict advises, and that with four times the batch."""
+    """The run that the reference's decision speaks of, and that with four times the batch."""
     more = 4 * BATCH
     planned = {
-        "as said of a run like this one": reference.said[0],
+        "as said of a run like this one": reference.said[RUN_LIKE_THIS],
         "four times the batch, by the average": (more, relative_steps(more, BATCH, CRITICAL * reference.average)),
     }
     return {name: demo(whole_pieces(b), round(STEPS * part), seed) for name, (b, part) in planned.items()}
@@ -155,16 +152,16 @@ class Training:
 
 
 def continued(seed: int) -> dict[str, Ending]:
-    """A training that goes on as it was, and as the verdict says of the time from here on."""
+    """A training that goes on as it was, and as the decision says of the time from here on."""
     training = Training(seed)
     probe = sonde.attach(training.model, training.optimizer, unit="sequences", every=1, verbose=False)
     for k in range(STEPS):
         training.step(BATCH, RATE * min((k + 1) / WARMUP_STEPS, 1), probe)
     reading = probe.reading()
+    said = others_in(probe.decision(reading))
     probe.close()
-    said = costs_in(f"{reading.verdict.headline} {reading.verdict.detail}", BATCH)
-    average, now = reading.average.b_simple or math.nan, reading.b_simple or math.nan
-    batch, part = whole_pieces(said[1][0]), said[1][1]
+    average, now = reading.average.ratio or math.nan, reading.b_simple or math.nan
+    batch, part = whole_pieces(said[FROM_HERE_ON][0]), said[FROM_HERE_ON][1]
     planned = {"goes on as it was": (BATCH, STEPS), "as said of the time from here on": (batch, round(STEPS * part))}
     return {name: Ending(b, n, training.goes_on(b, n), average, now, said) for name, (b, n) in planned.items()}
 
@@ -175,7 +172,7 @@ def as_table(found: dict[str, list[Ending]]) -> str:
     spread = max(e.loss for e in reference) - min(e.loss for e in reference)
     scales = ", ".join(f"{e.average:.1f} and {e.now:.0f}" for e in reference)
     lines = [
-        f"Noise scale of the references, average and where the verdict is given, in sequences: {scales}. Spread of "
+        f"Noise scale of the references, average and where the decision is made, in sequences: {scales}. Spread of "
         f"their loss over seeds: {spread:.3f} nats a byte.",
         "",
         "| run | batch × steps | loss at the end, by seed | mean | less the reference's, by seed |",

@@ -15,7 +15,7 @@ from evidence.work import RESULTS, Done, Store
 from scipy.stats import spearmanr
 
 from evidence import analysis
-from sonde.batch_size.stats.proxy import Factor
+from sonde.decision.proxy import Factor
 from sonde.evidence.branches import Branch, Branches
 from sonde.evidence.stats.loss_curves import Curve
 
