@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import sonde
 from benchmarks.machine import page
+from sonde.batch_size.last_words import decision_of
 from sonde.decision.decide import Decision, decide
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS
 from sonde.decision.law import relative_steps
@@ -158,7 +159,7 @@ def continued(seed: int) -> dict[str, Ending]:
     for k in range(STEPS):
         training.step(BATCH, RATE * min((k + 1) / WARMUP_STEPS, 1), probe)
     reading = probe.reading()
-    said = others_in(probe.decision(reading))
+    said = others_in(decision_of(probe, reading))
     probe.close()
     average, now = reading.average.ratio or math.nan, reading.b_simple or math.nan
     batch, part = whole_pieces(said[FROM_HERE_ON][0]), said[FROM_HERE_ON][1]

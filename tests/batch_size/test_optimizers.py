@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import sonde
+from sonde.batch_size.last_words import decision_of
 from sonde.batch_size.optimizers import kind_of, settings_of
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS
 from sonde.decision.proxy import FACTORS, OF_BRANCHES, PUBLISHED
@@ -153,7 +154,7 @@ def trained(
                         group.update({"momentum": beta} if "momentum" in group else {"betas": (beta, 0.99)})
                 optimizer.step()
             model.zero_grad()
-        return probe.decision()
+        return decision_of(probe, probe.reading())
 
 
 @pytest.mark.parametrize("kind", OF_STUDY)

@@ -23,13 +23,12 @@ from sonde.decision.pool import pool
 from sonde.decision.rate import RateRow
 from sonde.decision.time_curve import curve_as_json
 from sonde.decision.trainers import SET_THEIR_RATES
-from sonde.decision.words import units
 from sonde.evidence.answer import Row
 from sonde.evidence.shell_run import terminated_as_interrupted
 from sonde.runs.facts import TRIAL_NAME, facts_of_runs
 from sonde.runs.reader import read_run
 from sonde.runs.report.page import write_in_one_step
-from sonde.wording import number
+from sonde.wording import number, units
 
 USAGE = "sonde advise RUN --try -- python train.py --batch {batch}"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.decision.law import Range, as_weighed
+from sonde.decision.law import FEWEST_STEPS, Range, as_weighed
 from sonde.decision.proxy import Factor, critical_range, factor_for
 from sonde.decision.time_curve import TimeCurve
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
@@ -15,8 +15,6 @@ RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"
 """What a decision is about."""
 STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
-FEWEST_STEPS = 100
-"""Steps of training before a decision: in the first ones the noise scale grows by tens of times."""
 
 
 _NOTHING = unresolved("")
@@ -28,13 +26,13 @@ class Scope:
 
     Attributes:
         known: the noise scale, in units that are counted as the batch is.
-        factor: the critical batch size over it.
+        factor: the critical batch size over it; None where that was measured by branches.
         critical: the critical batch size.
         steps: of the training that costs are for.
     """
 
     known: RatioInterval
-    factor: Factor
+    factor: Factor | None
     critical: Range
     steps: float
 
@@ -92,6 +90,7 @@ class Facts:
         units_seen: by the run.
         model: what tells one model from another, in words.
         reached: beside other runs; None without.
+        branched: the critical batch size from here on, as `sonde branch` has measured it; None without.
         notes: what was noticed when several runs were joined.
     """
 
@@ -121,6 +120,7 @@ class Facts:
     units_seen: float = 0.0
     model: str = ""
     reached: Reached | None = None
+    branched: Range | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -157,6 +157,9 @@ class Facts:
         counted, _ = as_weighed(batch, self.effective, self.unit)
         of_run = self.average if self.n_steps and not self.batch_changed else _NOTHING
         for name, known, steps in ((RUN_LIKE_THIS, of_run, self.n_steps), (FROM_HERE_ON, self.now, STEPS)):
+            if name == FROM_HERE_ON and self.branched is not None:
+                found[name] = Scope(known, None, self.branched, STEPS)
+                continue
             if known.low is None:
                 continue
             known = times(known, batch / counted)

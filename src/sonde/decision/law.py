@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sonde.wording import interval, number
+from sonde.wording import in_units
 
+FEWEST_STEPS = 100
+"""Steps of training before a decision: in the first ones the noise scale grows by tens of times."""
 _SAME_BATCH = 1.2
 """Batches within this factor count as one."""
 _ALIKE = 0.01
@@ -52,18 +54,6 @@ class Range:
 def exactly(value: float) -> Range:
     """A number that is known."""
     return Range(value, value, value)
-
-
-def in_units(middle: float | None, low: float | None, high: float | None, unit: str) -> str:
-    """A number as far as it is known, with its unit.
-
-    Example:
-        >>> in_units(38.1, 31.2, 46.9, "sequences"), in_units(None, 120.0, math.inf, "sequences")
-        ('38.1 sequences [31.2 – 46.9]', 'more than 120 sequences')
-    """
-    if middle is not None:
-        return f"{number(middle)} {unit} [{number(low)} – {number(high)}]"
-    return f"{interval(low, high)} {unit}"
 
 
 @dataclass(frozen=True)

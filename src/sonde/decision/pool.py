@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from sonde.decision.facts import RUN_LIKE_THIS, Facts
 from sonde.decision.time_curve import TimeCurve
-from sonde.decision.words import units
 from sonde.stats.intervals import RatioInterval, unresolved
-from sonde.wording import count, duration, interval, number
+from sonde.wording import count, duration, interval, number, units
 
 _OF_95 = 2 * 1.96
 """Length of a 95 % interval in standard errors."""

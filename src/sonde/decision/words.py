@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts
-from sonde.decision.law import Range, in_units
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts, Scope
+from sonde.decision.law import Range
 from sonde.decision.plans import Plan
 from sonde.decision.proxy import PUBLISHED, factor_in_words
-from sonde.wording import count, number, percent
+from sonde.wording import in_units, number, percent, units
 
 if TYPE_CHECKING:
     from sonde.decision.decide import Advice, Kind
@@ -87,17 +87,19 @@ def _why_kept(lead: Advice, facts: Facts) -> str:
 def reason(facts: Facts, advice: Mapping[str, Advice]) -> str:
     """The noise scales, and the critical batch sizes that follow."""
     return " ".join(
-        f"{_capital(name)}, B_crit is {each.scope.critical.in_words(facts.unit)}: the noise scale, "
-        f"{in_units(each.scope.known.ratio, each.scope.known.low, each.scope.known.high, facts.unit)}, times "
-        f"{_of_study(each)}."
+        f"{_capital(name)}, B_crit is {each.scope.critical.in_words(facts.unit)}: {_whence(each.scope, facts.unit)}."
         for name, each in advice.items()
     )
 
 
-def _of_study(each: Advice) -> str:
-    factor = each.scope.factor
+def _whence(scope: Scope, unit: str) -> str:
+    """Where B_crit comes from."""
+    known, factor = scope.known, scope.factor
+    if factor is None:
+        return "measured by branches"
     ends = f"{number(factor.low, 2)} – {number(factor.high, 2)}"
-    return ends if factor.median is None else f"{number(factor.median, 2)} [{ends}]"
+    of_study = ends if factor.median is None else f"{number(factor.median, 2)} [{ends}]"
+    return f"the noise scale, {in_units(known.ratio, known.low, known.high, unit)}, times {of_study}"
 
 
 def command(kind: Kind, log: object, facts: Facts) -> str:
@@ -115,8 +117,9 @@ def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_a
     yield from facts.notes
     if facts.batch_changed:
         yield "The batch changed during this run: advice is about what follows."
-    yield factor_in_words(lead.scope.factor, facts.optimizer, facts.unit, from_here_on=scope == FROM_HERE_ON)
-    if lead.scope.factor != PUBLISHED:
+    if (factor := lead.scope.factor) is not None:
+        yield factor_in_words(factor, facts.optimizer, facts.unit, from_here_on=scope == FROM_HERE_ON)
+    if factor not in (None, PUBLISHED):
         yield (
             "Ranges of B_crit hold about 9 times in 10, where your training is like those of the study. B_simple's "
             "95 % interval is first made one of 90 %."
@@ -155,20 +158,6 @@ def _of_policies(facts: Facts) -> Iterator[str]:
 
 
 # Parts of sentences.
-
-
-def units(n: float, unit: str) -> str:
-    """A batch with its unit, a whole number where it is nearly one: "1 sequence", "16 sequences", "3.7 prompts".
-
-    A logged batch is an average, which an epoch's last windows lower a little.
-
-    Example:
-        >>> units(1, "sequences"), units(15.97, "sequences"), units(1536, "rows"), units(3.7, "prompts")
-        ('1 sequence', '16 sequences', '1,536 rows', '3.7 prompts')
-    """
-    is_whole = abs(n - round(n)) <= max(0.01 * n, 1e-6) and round(n) > 0
-    size = count(n) if is_whole else number(n, 2)
-    return f"{size} {unit.removesuffix('s') if size == '1' else unit}"
 
 
 def ranks(n: int) -> str:

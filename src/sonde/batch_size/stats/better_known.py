@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sonde.decision.facts import FEWEST_STEPS
+from sonde.decision.law import FEWEST_STEPS
 
 WELL_KNOWN = 0.2 / 1.96
 """Standard error of log B_simple at ± 20 %."""

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.noise_scale import RatioAverage
-from sonde.decision.law import in_units
-from sonde.decision.words import units
 from sonde.stats.intervals import RatioInterval, Status, unresolved
-from sonde.wording import number, plural
+from sonde.wording import in_units, number, plural, units
 
 ENOUGH_COVERED = 0.995
 """Part of |F|² from which on no alert is raised. At most 0.5 % of |F|² = |G|² (1 + B_simple/B) are left out then. Where

@@ -51,7 +51,7 @@ _TALL = 30
 
 
 def noise_scale_sections(run: Run) -> list[Section]:
-    """All sections of a run that has at least one reading of its noise scale; first what the batch size costs."""
+    """All sections of a run with a reading of its noise scale; first what the batch size costs, and the loss."""
     probe, readings = run.probe("reading"), run.readings
     unit, last = probe.unit, readings[-1]
     axis = TimeAxis.of(readings, unit)
@@ -69,11 +69,11 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"from here on where the run has no average. {law_in_words()}",
             (tradeoff_plot(facts_of_run(run)),),
         ),
+        values_section(run, readings, axis, "Loss", "This run logged no loss and no other values."),
         over_run("Noise scale and batch size", _noise_scale_text(run), *_noise_scale_panels(readings, unit)),
         over_run("Noise and signal", _MOMENTS_TEXT, (_MOMENTS,), "No reading holds noise or signal."),
         Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
         over_run("Gradient norm and clipping", _NORM_TEXT, _NORM, "The gradient norm was not measured in this run."),
-        values_section(run, readings, axis, "Loss", "This run logged no loss and no other values."),
     ]
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from sonde.batch_size.stats.reading import in_percent
 from sonde.decision.decide import Advice, Decision, decide
 from sonde.decision.law import Range
-from sonde.decision.words import part_in_words, units
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
 from sonde.runs.facts import facts_of_run
@@ -24,7 +23,7 @@ from sonde.runs.run import (
     Run,
 )
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
-from sonde.wording import count, number, percent, plural
+from sonde.wording import count, number, percent, plural, units
 
 _WIDE = 5.0
 """A cost that may be so many times larger is known by its lower end alone."""
@@ -105,12 +104,11 @@ def batch_size_panel(run: Run) -> VerdictPanel:
 
 def _next(found: Decision) -> tuple[str, ...]:
     """What to run next, in lines: the flags and the rate, and the command that says more."""
-    rates = (
-        f"{row.optimizer}: {setting.name} {setting.now:.4g} → {setting.then:.4g}"
-        for row in found.rates
-        for setting in row.settings
-        if setting.now is not None and setting.then is not None and setting.then != setting.now
-    )
+    rates = []
+    for row in found.rates:
+        known = ((each.name, each.now, each.then) for each in row.settings)
+        changed = [f"{name} {now:.4g} → {then:.4g}" for name, now, then in known if now and then and now != then]
+        rates += [f"{row.optimizer}: {', '.join(changed)}"] if changed else []
     return tuple(filter(None, (*found.how, *rates, found.command)))
 
 
@@ -163,7 +161,9 @@ def _batch_tiles(last: Reading, unit: str, found: Advice | None) -> Iterator[Til
         else:
             yield Tile(title, _cost(batch, critical, name), "the fewest possible")
     if found is not None and found.best is not None:
-        yield Tile("Time of the next run", part_in_words(found.best.time).removesuffix(" of"), "of this one's")
+        time = found.best.time
+        note = f"of this one's; between {percent(time.low)} and {percent(time.high)}"
+        yield Tile("Time of the next run", percent(time.likely), note)
 
 
 def _noise_scale_tile(name: str, known: RatioInterval, unit: str, *, further: str = "") -> Tile:
