@@ -108,8 +108,8 @@ def _timed(segment: Sequence[Reading], probe: ProbeSetup) -> TimeCurve | None:
     for batch, reading in _batches(segment):
         rate, pieces = reading.metrics.get("run/units_per_second"), float(reading.pieces.get("per_window") or 1)
         if rate and batch > 0:
-            accumulation = max(round(pieces / ranks), 1)
-            timed.append(Timing(batch / accumulation / ranks, accumulation, ranks, batch / rate))
+            micro_batch, accumulation = batch / max(pieces, ranks), max(round(pieces / ranks), 1)
+            timed.append(Timing(micro_batch, accumulation, ranks, batch / rate))
     sizes: list[list[Timing]] = []
     for each in sorted(timed, key=lambda t: (t.accumulation, t.micro_batch)):
         first = sizes[-1][0] if sizes else None
