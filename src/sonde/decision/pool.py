@@ -34,8 +34,8 @@ def pool(runs: Sequence[Facts]) -> Facts:
         if len(found) > 1:
             raise ValueError(
                 f"one decision needs runs of one model, got different {what}: {found[0] or 'none'} and "
-                f"{found[1] or 'none'}: give the logs that belong together. `sonde compare --any-model` shows different "
-                "models beside each other"
+                f"{found[1] or 'none'}: give the logs that belong together. `sonde compare --any-model` shows "
+                "different models beside each other"
             )
     base = runs[-1]
     if all(each.reached is not None for each in runs):

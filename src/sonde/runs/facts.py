@@ -107,9 +107,11 @@ def _timed(segment: Sequence[Reading], probe: ProbeSetup) -> TimeCurve | None:
     timed: list[Timing] = []
     for batch, reading in _batches(segment):
         rate, pieces = reading.metrics.get("run/units_per_second"), float(reading.pieces.get("per_window") or 1)
-        if rate and batch > 0:
+        # Measuring takes much of a short run's time, and none of the next run's that is not measured.
+        measuring = reading.metrics.get("cost/seconds_per_window") or 0.0
+        if rate and batch > 0 and (seconds := batch / rate - measuring) > 0:
             micro_batch, accumulation = batch / max(pieces, ranks), max(round(pieces / ranks), 1)
-            timed.append(Timing(micro_batch, accumulation, ranks, batch / rate))
+            timed.append(Timing(micro_batch, accumulation, ranks, seconds))
     sizes: list[list[Timing]] = []
     for each in sorted(timed, key=lambda t: (t.accumulation, t.micro_batch)):
         first = sizes[-1][0] if sizes else None
