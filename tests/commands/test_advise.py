@@ -81,7 +81,8 @@ def test_every_page_says_the_same_decision(tmp_path: Path, capsys: pytest.Captur
         assert main(["advise", folder]) == 0
         out = " ".join(capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").split())
         assert out.startswith(said)
-        assert asked(capsys, folder + "/records.jsonl") == found
+        again = asked(capsys, folder + "/records.jsonl")
+        assert again | {"command": ""} == found | {"command": ""}
 
 
 def test_the_last_line_of_a_run_is_what_advise_says_of_its_log(
