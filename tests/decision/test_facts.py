@@ -17,7 +17,12 @@ from tests.runs.report.plausible_run import Record, header_record, reading_recor
 
 
 def log_of(
-    folder: Path, windows: list[tuple[float, float, float]], *, header: Record | None = None, **changes: Any
+    folder: Path,
+    windows: list[tuple[float, float, float]],
+    *,
+    header: Record | None = None,
+    measuring: float = 0.0,
+    **changes: Any,
 ) -> Any:
     """A log in which each reading, ten windows after the last, has these units, micro-batches and units a second."""
     seen, records = 0.0, [header or header_record()]
@@ -26,7 +31,8 @@ def log_of(
         record = reading_record(
             i, len(windows), status="resolved", batch=batch, pieces={"per_window": pieces}, **changes
         )
-        records.append(with_metrics(record, {"run/units_seen": seen, "run/units_per_second": rate}))
+        costs = {"cost/seconds_per_window": measuring}
+        records.append(with_metrics(record, {"run/units_seen": seen, "run/units_per_second": rate} | costs))
     return facts_of_run(read_run(written(folder, records)))
 
 
@@ -57,6 +63,8 @@ def test_a_step_takes_what_the_log_says(tmp_path: Path) -> None:
     [timing] = known.curve.timings
     assert (timing.micro_batch, timing.accumulation, timing.ranks) == (8, 4, 2)
     assert timing.seconds == pytest.approx(64 / 120)
+    measured = log_of(tmp_path / "measured", [(64.0, 8, 120.0)] * 60, measuring=0.2)
+    assert measured.curve.timings[0].seconds == pytest.approx(64 / 120 - 0.2)  # without sonde's own part
 
 
 @pytest.mark.parametrize("pieces", [3, 5, 7])

@@ -135,7 +135,7 @@ def _show(found: Decision, remarks: str, console: Console) -> None:
     if (advice := found.leading) is not None:
         name, steps, now = next(iter(found.advice)), advice.scope.steps, advice.present
         console.print(
-            f"\n{name.capitalize()}: costs of what {number(steps, 6)} steps of {units(now.batch, unit)} learn"
+            f"\n{name.capitalize()}: costs of what {number(steps, 6)} steps of {units(now.whole_batch, unit)} learn"
         )
         print_table(_cost_rows(advice, found, unit), console, right=range(6))
     if found.plan is not None:
@@ -170,7 +170,7 @@ def _cost_rows(advice: Advice, found: Decision, unit: str) -> Iterator[Row]:
     for plan in plans:
         seconds = plan.time if plan.seconds is None else plan.seconds.times(1 / second)
         money = [] if plan.money is None else [_cell(plan.money)]
-        size = f"{_mark(plan, advice, found)}{units(plan.batch, '').strip()}"
+        size = f"{_mark(plan, advice, found)}{plan.whole_batch:,}"
         split = f"{plan.ranks} × {plan.accumulation} × {plan.micro_batch}"
         yield size, split, _cell(plan.steps), _cell(plan.units), _cell(seconds), *money, plan.basis
 

@@ -17,7 +17,7 @@ from sonde.decision.facts import RUN_LIKE_THIS, Facts, Scope
 from sonde.decision.law import Range
 from sonde.decision.plans import Plan, Present, plan_of, plans_of
 from sonde.decision.rate import RateRow, end_of_rule, rate_row
-from sonde.decision.time_curve import TimeCurve, Timing
+from sonde.decision.time_curve import TimeCurve, Timing, nearly_whole
 from sonde.decision.trainers import SET_THEIR_RATES, in_trainer, trainer_named
 from sonde.wording import number
 
@@ -196,7 +196,7 @@ def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
     plans = plans_of(present, critical, others=[] if wanted.batch is None else [wanted.batch])
     now = next(plan for plan in plans if plan.batch == present.batch)
     others = [plan for plan in plans if plan is not now]
-    again = plan_of(present, present.batch, critical)  # the same batch, in other micro-batches or on other ranks
+    again = plan_of(present, now.whole_batch, critical)  # the same batch, in other micro-batches or on other ranks
     if again is not None and again.whole_batch == now.whole_batch:
         others.append(again)
     if wanted.aim == "fastest" and not present.has_clock:
@@ -234,7 +234,7 @@ def _present(facts: Facts, scope: Scope, wanted: Wanted) -> Present:
     """The training as it is. Without a clock, one of its steps takes 1."""
     is_balanced = wanted.aim == "balanced" and wanted.budget is None
     curve, batch = facts.curve, facts.batch or 1.0
-    micro, accumulation, ranks = facts.micro_batch, facts.accumulation, facts.ranks
+    micro, accumulation, ranks = nearly_whole(facts.micro_batch), facts.accumulation, facts.ranks
     if wanted.units_per_second is not None:
         curve = TimeCurve((Timing(micro, accumulation, ranks, batch / wanted.units_per_second),))
     if wanted.cost_per_hour is not None and curve is None:

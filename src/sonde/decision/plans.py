@@ -55,6 +55,11 @@ class Present:
     by_rank_time: bool = False
 
     @property
+    def whole_batch(self) -> int:
+        """The batch that is set: an epoch's last windows lower the average a little."""
+        return self.ranks * self.accumulation * max(round(self.micro_batch), 1)
+
+    @property
     def step_time(self) -> float:
         """Of one step, by the curve's clock."""
         return self.curve.of_step(self.micro_batch, self.accumulation, self.ranks).likely
@@ -116,12 +121,12 @@ def plans_of(present: Present, critical: Range, *, others: Iterable[float] = ())
 
 def _sizes(present: Present, critical: Range) -> Iterator[float]:
     """Powers of two times the present batch near B_crit, and the batches whose time was measured."""
-    batch, known = present.batch, [end for end in (critical.low, critical.high) if 0 < end < math.inf]
+    batch, known = present.whole_batch, [end for end in (critical.low, critical.high) if 0 < end < math.inf]
     middle = [critical.middle] if critical.middle is not None else known
     low, high = min(batch / 2, *(end / _FAR for end in middle)), max(batch * 2, *(end * _FAR for end in middle))
     timed = [each.batch for each in present.curve.timings]
     for size in (*(batch * 2.0**k for k in range(_SMALLEST, _LARGEST + 1)), *timed):
-        if low <= size <= high and size >= 1:
+        if low <= size <= high and size >= 1 and size != batch:
             yield size
 
 

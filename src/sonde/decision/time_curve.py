@@ -21,6 +21,8 @@ Basis = Literal["measured", "interpolated", "modelled", "bounds"]
 wait for nothing; or only for a device that is not full, and for one that is."""
 SCHEMA = 1
 """Of the file of a trial."""
+_NEARLY = 0.1
+"""A size that is off a whole number by no more than this part is lowered by short windows."""
 _SAME_SIZE = 1.05
 """Micro-batches within this factor are the same: an epoch's last windows lower an average a little."""
 
@@ -144,6 +146,11 @@ def _is_sound(timing: Timing) -> bool:
     sizes = (timing.micro_batch, timing.accumulation, timing.ranks, timing.seconds)
     parts = [each for each in (timing.beside, timing.memory) if each is not None]
     return all(0 < each < math.inf for each in sizes) and all(0 <= each < math.inf for each in parts)
+
+
+def nearly_whole(size: float) -> float:
+    """A size of micro-batches as a whole number, if it is nearly one."""
+    return float(round(size)) if abs(size - round(size)) <= _NEARLY * size and round(size) else size
 
 
 def _alike(size: float, other: float) -> bool:

@@ -49,7 +49,7 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
     elif lead.maybe is not None:
         said = f"Time it first: {_in_doubt(lead.maybe, now, facts.unit)}"
     else:
-        said = f"Keep the batch of {units(now.batch, facts.unit)}: {_why_kept(lead, facts)}"
+        said = f"Keep the batch of {units(now.whole_batch, facts.unit)}: {_why_kept(lead, facts)}"
     if here is None or here.best is None:
         return f"{said}."
     return f"{said}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
@@ -60,7 +60,9 @@ def _taken(plan: Plan, now: Plan, unit: str) -> str:
     size = f"a batch of {units(plan.whole_batch, unit)}"
     on = f" on {ranks(plan.ranks)}" if plan.ranks != now.ranks else ""
     if plan.whole_batch == now.whole_batch:
-        micro = f"the batch of {units(now.batch, unit)} cut into micro-batches of {plan.micro_batch:,} in place of"
+        micro = (
+            f"the batch of {units(now.whole_batch, unit)} cut into micro-batches of {plan.micro_batch:,} in place of"
+        )
         return f"{micro} {now.micro_batch:,}{on}: it takes {part_in_words(plan.time)} the time"
     needs = f"{part_in_words(over(plan.steps, now.steps))} the steps and {part_in_words(over(plan.units, now.units))}"
     takes = f"{'On ' + ranks(plan.ranks) + ', it' if on else 'It'} takes {part_in_words(plan.time)} the time"

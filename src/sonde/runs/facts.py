@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sonde.decision.facts import Facts, facts_of
 from sonde.decision.law import are_alike
-from sonde.decision.time_curve import TimeCurve, Timing, curve_of_json
+from sonde.decision.time_curve import TimeCurve, Timing, curve_of_json, nearly_whole
 from sonde.runs.compare.side_by_side import reached_by
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval
@@ -124,7 +124,7 @@ def _timed(segment: Sequence[Reading], probe: ProbeSetup) -> TimeCurve | None:
 
 
 def _median(same: Sequence[Timing]) -> Timing:
-    size = statistics.median(each.micro_batch for each in same)
+    size = nearly_whole(statistics.median(each.micro_batch for each in same))
     of_unit = statistics.median(each.seconds / each.micro_batch for each in same)
     return Timing(size, same[0].accumulation, same[0].ranks, of_unit * size)
 

@@ -46,7 +46,7 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
         "Time it first Time it first: a batch of ",
         "Noise scale now",
         "Next sonde advise ",
-        "Why, and what this rests on For a run like this one, B crit is 2.8",
+        "Why, and what this rests on For a run like this one, B crit is 2.51 to 657",
         "Judged from the last reading: window 600, after 38,400 prompts",
         "What the batch size costs",
         "Loss",
