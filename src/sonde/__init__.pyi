@@ -15,8 +15,6 @@ from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
 from sonde.batch_size.stats.one_step import BestStep, CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
-from sonde.evidence.branches import Branch, Branches, Proxy
-from sonde.evidence.loop import branch
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
@@ -45,8 +43,6 @@ from sonde.version import __version__
 __all__ = [
     "BatchSchedule",
     "BestStep",
-    "Branch",
-    "Branches",
     "CausalLMStatistics",
     "Curvature",
     "CurvatureReading",
@@ -79,7 +75,6 @@ __all__ = [
     "ProbesConfig",
     "PromptNoiseProbe",
     "PromptNoiseReading",
-    "Proxy",
     "RatioInterval",
     "ReportSection",
     "RolloutProbe",
@@ -97,7 +92,6 @@ __all__ = [
     "WindowReading",
     "__version__",
     "attach",
-    "branch",
     "clip_grad_norm_",
     "clip_grad_norm_distributed_",
     "clip_grads_with_norm_",
