@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Collection, Iterable
+import json
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -35,6 +39,24 @@ def print_result(found: Branches, console: Console) -> None:
     print_table(scale_rows(found), console, right=(1, 2))
     for sentence in notices(found):
         console.print(f"\n{sentence}")
+
+
+def result_of_all(found: Branches) -> dict[str, Any]:
+    """What `print_result` prints, with all numbers: `branches.json`, and what follows from it."""
+    words = {"critical": headline(found), "advice": advice(found), "at_half": at_half(found)}
+    return found.as_json() | {
+        "critical": dataclasses.asdict(found.critical),
+        "law_critical": dataclasses.asdict(found.law_critical),
+        "ratios": [dataclasses.asdict(ratio) for ratio in found.ratios],
+        "words": {name: sentence for name, sentence in words.items() if sentence},
+        "notices": notices(found),
+    }
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one object. JSON has no infinity: it becomes null."""
+    text = json.dumps(value)
+    sys.stdout.write(json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False) + "\n")
 
 
 def print_table(rows: Iterable[Row], console: Console, *, right: Collection[int] = (), n_keys: int = 1) -> None:

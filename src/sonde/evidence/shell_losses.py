@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,14 @@ class Losses:
         trained_batch: units of one step as its log has them, or what it prints; None where that is not known.
         problem: why there are no losses, and what to do; empty if there are.
         counts_on: whether the first printed loss was taken as the checkpoint's own, since its step is no first one.
+        settings: of the optimizer's groups as its log has them, by placeholder.
     """
 
     curve: Curve
     trained_batch: float | None = None
     problem: str = ""
     counts_on: bool = False
+    settings: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
@@ -90,13 +92,25 @@ def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
     logs = _logs(folder)
     trained = next((value for log in logs if (value := _last(log, "gns/units_per_window")) is not None), None)
     if source.pattern is not None:
-        return _printed(folder / STDOUT, source, trained, batch)
+        return replace(_printed(folder / STDOUT, source, trained, batch), settings=_settings(logs))
     for log in logs:
         own = [record for record in log if record["kind"] == "metrics" and source.name in record["metrics"]]
         if own:
             per_step = trained or batch
-            return Losses(_curve((r["window"] * per_step, r["metrics"][source.name]) for r in own), trained)
+            curve = _curve((r["window"] * per_step, r["metrics"][source.name]) for r in own)
+            return Losses(curve, trained, settings=_settings(logs))
     return Losses(Curve((), ()), trained, _why_none(logs, source.name))
+
+
+def _settings(logs: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, list[float]]:
+    headers = [record for log in logs for record in log if record["kind"] == "header"]
+    found: dict[str, list[float]] = {}
+    for group in (group for header in headers for group in header["setup"].get("optimizer_settings") or ()):
+        betas = dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False))
+        for name, value in (group | betas).items():
+            if isinstance(value, float):
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def _printed(file: Path, source: LossSource, trained: float | None, batch: float) -> Losses:
