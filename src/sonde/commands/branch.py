@@ -20,7 +20,7 @@ from tyro.conf import UseAppendAction, arg
 from sonde.batch_size.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.commands.branch_result import print_json, print_result, result_of_all
 from sonde.evidence.branches import Branch, Branches, Proxy
-from sonde.evidence.shell_losses import LossSource, check_starts, noise_scales, unit_of
+from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
 from sonde.evidence.shell_run import LAUNCHERS, joined, result_of, terminated_as_interrupted, train
 from sonde.evidence.twins import Twins, noise_of
@@ -66,6 +66,7 @@ class BranchOptions:
         noise: Noise scales measured elsewhere, to stand beside the result: the folder of sonde measure's log,
             or NAME=VALUE:LOW:HIGH.
         unit: Plural name of the unit, where no log has it.
+        patience: Minutes that a branch may go on without a new loss.
         launcher: What runs a branch: local, ray, or a command such as 'srun {command}'.
         out: Folder of all branches and of the result.
         json: Print JSON.
@@ -92,6 +93,7 @@ class BranchOptions:
         tuple[str, ...], arg(metavar="LOG or NAME=…", help_behavior_hint="(may be repeated)"), UseAppendAction
     ] = ()
     unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the unit of the logs)")] = None
+    patience: Annotated[float, arg(metavar="MINUTES")] = 30.0
     launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
     json: bool = False
@@ -186,6 +188,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         f"--seeds must be at least 1, got {options.seeds}: 3 give an interval": options.seeds >= 1,
         f"--jobs must be at least 1, got {options.jobs}": options.jobs >= 1,
         "--unit must be a name such as sequences, got none: leave it out to have that of the logs": options.unit != "",
+        f"--patience must be above 0, got {options.patience:g}": options.patience > 0,
         f"--tolerance must be above 0, got {options.tolerance:g}": 0 < options.tolerance < math.inf,
         f"no checkpoint at {options.checkpoint}: pass --checkpoint a file or folder that is there": is_there,
         f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
@@ -252,6 +255,7 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions, twins: 
         launcher=LAUNCHERS.get(options.launcher, options.launcher),
         n_jobs=options.jobs,
         is_done=twins.is_done,
+        patience=60 * options.patience,
         on_progress=lambda units: bar.update(task, completed=sum(each.units for each in ended) + units),
     )
     try:
@@ -268,7 +272,6 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions, twins: 
                 console.print(f"{each.name}: {branch.state}" + (f"; about {left} left" if n_left else ""))
                 if not kept and all(branch.state != "finished" for branch in ended.values()):
                     raise ValueError(f"{each.name} {branch.state}, so the others were not trained: {branch.message}")
-                check_starts(((one.folder, one.batch) for one in (*[*kept, *ended][:1], each)), plan.source)
                 twins.check(kept | ended)
     except KeyboardInterrupt:
         n = len(kept) + sum(branch.state == "finished" for branch in ended.values())

@@ -137,27 +137,28 @@ def _printed(file: Path, source: LossSource, trained: float | None, batch: float
     per_step = trained or batch
     places = units or [step * per_step for step in steps]
     counts_on = source.first_step is None and len(places) > 1 and places[0] > places[1] - places[0]
-    start = places[0] if counts_on else (source.first_step or 0) * per_step
+    is_alone = source.first_step is None and len(places) == 1  # it may count on: then its place is far beyond the end
+    start = places[0] if counts_on or is_alone else (source.first_step or 0) * per_step
     return Losses(_curve(zip((place - start for place in places), losses, strict=True)), trained, counts_on=counts_on)
 
 
-def check_starts(branches: Iterable[tuple[Path, float]], source: LossSource) -> None:
+def check_starts(seen: Iterable[Losses]) -> None:
     """Check that first losses which were taken as the checkpoint's own are the same in all branches.
 
     Args:
-        branches: folder and batch of some from one checkpoint.
-        source: of their losses.
+        seen: losses of some from one checkpoint.
 
     Raises:
         ValueError: if they differ, so that printed steps are no steps since the checkpoint.
     """
-    curves = [seen.curve for each in branches if (seen := read_losses(*each, source)).counts_on]
+    curves = [each.curve for each in seen if each.counts_on]
     firsts, progress = [curve.losses[0] for curve in curves], max((curve.progress for curve in curves), default=0.0)
     low, high = min(firsts, default=0.0), max(firsts, default=0.0)
     if high - low > _SAME * max(progress, 0.0):
         raise ValueError(
             f"the printed steps count on from the checkpoint, but the first printed losses ({number(low, 4)} to "
-            f"{number(high, 4)}) differ, so they are not the checkpoint's own: pass its step as --first-step"
+            f"{number(high, 4)}) differ, so they are not the checkpoint's own: pass its step as --first-step. If they "
+            "are, the held-out data are others each time: evaluate on the same"
         )
 
 

@@ -22,7 +22,7 @@ from sonde.evidence.shell_losses import STATUS, STDERR, STDOUT, Losses, LossSour
 from sonde.evidence.shell_plan import Asked
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
-from sonde.wording import count
+from sonde.wording import count, duration
 
 LAUNCHERS = {"local": "{command}", "ray": "ray job submit -- {command}"}
 """By name, a command with {command}, and perhaps {out}: processes on this machine; jobs of a Ray cluster."""
@@ -47,18 +47,25 @@ def result_of(asked: Asked) -> Branch | None:
     return branch_of_json(json.loads(file.read_text())) if file.exists() else None
 
 
-def collect(asked: Asked, source: LossSource, *, is_done: bool = False) -> Branch:
+def collect(asked: Asked, source: LossSource, *, is_done: bool = False, silent: float | None = None) -> Branch:
     """Judge a run that has ended, and keep the result in its folder.
 
     Args:
         asked: the run.
         source: of its losses.
         is_done: whether it was ended because it has shown what it was for.
+        silent: seconds without a new loss, after which it was ended.
     """
     losses, status, units = read_losses(asked.folder, asked.batch, source), asked.folder / STATUS, asked.units
     state, message = _judged(losses, units, status.read_text().strip() if status.exists() else "", asked.folder)
     if is_done:
         state, message = "finished", ""
+    elif silent is not None:
+        why = losses.problem or f"its last one was after {count(max(losses.curve.units))} units"
+        state, message = (
+            "failed",
+            f"it showed no new loss for {duration(silent)} ({why}): evaluate more often, or pass --patience",
+        )
     n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
     curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
     branch = Branch(asked.batch, asked.seed, asked.rate, curve, state, message, losses.trained_batch)
@@ -168,6 +175,7 @@ def train(
     launcher: str,
     n_jobs: int,
     is_done: Callable[[Asked, Losses], bool],
+    patience: float,
     on_progress: Callable[[float], object],
 ) -> Generator[tuple[Asked, Branch]]:
     """Train branches and their twins, some at a time, each until it is done.
@@ -178,12 +186,14 @@ def train(
         launcher: see `launch_words`.
         n_jobs: runs at the same time.
         is_done: whether a run has shown all that it is for.
+        patience: seconds that a run may go on without a new loss.
         on_progress: called now and then with the units of the branches that run.
 
     Yields:
         Each branch that has ended. When the generator is closed, those that run are ended.
     """
     waiting, running = [*asked], dict[subprocess.Popen[bytes], Asked]()
+    heard = dict[Asked, tuple[int, float]]()  # losses of each run, and when the last one was seen
     try:
         while waiting or running:
             while waiting and len(running) < n_jobs:
@@ -194,12 +204,19 @@ def train(
                 next(iter(running)).wait(_SECONDS_BETWEEN_LOOKS)
             seen = {process: read_losses(each.folder, each.batch, source) for process, each in running.items()}
             on_progress(sum(losses.curve.units[-1] for losses in seen.values() if losses.curve.units))
-            done = [process for process, each in running.items() if is_done(each, seen[process])]
-            end_processes(done)
+            done, silent = list[Asked](), list[Asked]()
+            for process, each in running.items():
+                if (n := len(seen[process].curve.units)) != heard.get(each, (-1, 0.0))[0]:
+                    heard[each] = n, time.monotonic()
+                if is_done(each, seen[process]):
+                    done.append(each)
+                elif time.monotonic() - heard[each][1] > patience:
+                    silent.append(each)
+            end_processes([process for process, each in running.items() if each in (*done, *silent)])
             for process in [process for process in running if process.poll() is not None]:
                 process.communicate(_ENDED)
                 each = running.pop(process)
-                yield each, collect(each, source, is_done=process in done)
+                yield each, collect(each, source, is_done=each in done, silent=patience if each in silent else None)
     finally:
         end_processes([*running])
         for process in running:

@@ -8,10 +8,10 @@ can only show that a placeholder is used: by differing far more than these two.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sonde.evidence.branches import Branch
-from sonde.evidence.shell_losses import Losses, LossSource, read_losses
+from sonde.evidence.shell_losses import Losses, LossSource, check_starts, read_losses
 from sonde.evidence.shell_plan import AGAIN, LENGTHS, Asked
 from sonde.evidence.shell_run import forget, has_trained_enough
 from sonde.evidence.stats.loss_curves import log_units_ratio
@@ -57,10 +57,10 @@ class Twins:
         return asked.changed not in LENGTHS and (is_noisy or has_trained_enough(seen, asked.units))
 
     def check(self, ended: Mapping[Asked, Branch]) -> dict[str, str]:
-        """Judge the twins that have ended, and compare the table with what logs say.
+        """Compare runs that have ended with what they were given.
 
         Args:
-            ended: runs that have ended so far.
+            ended: runs that have ended so far. Where the script has to change, the next command trains them again.
 
         Returns:
             By placeholder, why it could not be verified.
@@ -70,37 +70,48 @@ class Twins:
         """
         for each in ended:
             self._seen.setdefault(each, self._losses(each))
-        self._compare_with_logs([each for each in ended if not each.changed])
-        if self._first not in ended or self._again not in ended:
-            return {}
-        first, again, unknown = self._losses(self._first), self._losses(self._again), dict[str, str]()
-        for twin in self._twins:
-            if twin not in ended:
-                continue
-            seen, branch = self._losses(twin), ended[twin]
-            is_used = _is_used(twin, seen, first, again, has_ended=branch.state != "failed")
-            if is_used is False:
-                forget(ended)
-                raise ValueError(_ignored(twin, seen))
-            if is_used is None:
-                unknown[twin.changed] = _why_unknown(twin, branch, seen)
-        return unknown
+        self._check_batches(ended)
+        try:
+            check_starts(self._seen[each] for each in ended)
+            self._check_rates(ended)
+            return self._check_twins(ended)
+        except ValueError:
+            forget(ended)
+            raise
 
     def _losses(self, asked: Asked) -> Losses:
         return self._seen.get(asked) or read_losses(asked.folder, asked.batch, self._source)
 
-    def _compare_with_logs(self, branches: Sequence[Asked]) -> None:
-        """Refuse a batch that the script rounds, and a rate that it scales once more."""
-        of_first = self._losses(self._first).settings.get("lr", ())
-        for each in branches:
-            seen = self._losses(each)
-            if (trained := seen.trained_batch) and not math.isclose(trained, each.batch, rel_tol=_OTHER_BATCH):
+    def _check_twins(self, ended: Mapping[Asked, Branch]) -> dict[str, str]:
+        if self._first not in ended or self._again not in ended:
+            return {}
+        first, again, unknown = self._losses(self._first), self._losses(self._again), dict[str, str]()
+        for twin in self._twins:
+            if twin in ended:
+                seen, has_ended = self._losses(twin), ended[twin].state != "failed"
+                is_used = _is_used(twin, seen, first, again, has_ended=has_ended)
+                if is_used is False:
+                    raise ValueError(_ignored(twin, seen))
+                if is_used is None:
+                    unknown[twin.changed] = _why_unknown(twin, ended[twin], seen)
+        return unknown
+
+    def _check_batches(self, ended: Iterable[Asked]) -> None:
+        """Refuse a batch that the script rounds, by its log."""
+        for each in ended:
+            trained = self._losses(each).trained_batch
+            if not each.changed and trained and not math.isclose(trained, each.batch, rel_tol=_OTHER_BATCH):
                 raise ValueError(
-                    f"the script ignores {{batch}}: its steps have {number(trained, 4)} units where {{batch}} is "
+                    f"the script changes {{batch}}: its steps have {number(trained, 4)} units where {{batch}} is "
                     f"{each.batch:g}: ask for batches that it takes, and give --batches and --units in the unit of its "
                     "log"
                 )
-            rates = seen.settings.get("lr", ())
+
+    def _check_rates(self, ended: Iterable[Asked]) -> None:
+        """Refuse a rate that the script scales once more, by its log."""
+        of_first = self._losses(self._first).settings.get("lr", ())
+        for each in ended:
+            rates = self._losses(each).settings.get("lr", ())
             if not (rates and of_first and each.rate and self._first.rate) or rates[0] == of_first[0]:
                 continue  # a log has the rate that a scheduler starts from, which may be that of the checkpoint
             if not math.isclose(rates[0] / each.rate, of_first[0] / self._first.rate, rel_tol=_OTHER_RATE):
