@@ -127,3 +127,36 @@ if args.save:
     json.dump(saved | {"group": group | {"initial_lr": group["lr"]}}, open(args.save, "w"))
 """
 """Trains four weights by AdamW, from a checkpoint; `--wrong` names what it ignores, as scripts do."""
+
+LOGS = """
+import argparse
+import torch
+from torch import nn
+import sonde
+
+parser = argparse.ArgumentParser()
+for name, kind in (("batch", int), ("lr", float), ("beta1", float), ("steps", int), ("wrong", str)):
+    parser.add_argument("--" + name, type=kind, default=kind(1))
+args = parser.parse_args()
+if args.wrong != "chance":
+    torch.manual_seed(1)
+weights = torch.linspace(-1, 1, 8)
+held_out = torch.randn(64, 8)
+model = nn.Linear(8, 1, bias=False)
+rate = args.lr * args.batch**0.5 if args.wrong == "scales" else args.lr
+batch = args.batch // 16 * 16 if args.wrong == "rounds" else args.batch
+optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+probe = sonde.attach(model, optimizer, unit="rows", verbose=False)
+if args.wrong == "late":  # as a checkpoint does that is loaded now
+    optimizer.param_groups[0]["lr"] = 0.02
+for step in range(args.steps + 1):
+    if step % 4 == 0:
+        with torch.no_grad():
+            probe.log(eval_loss=(model(held_out).squeeze(1) - held_out @ weights).square().mean())
+    for _ in range(2 if step < args.steps else 0):
+        x = torch.randn(batch // 2, 8)
+        (model(x).squeeze(1) - x @ weights).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Trains with a log of its own, which shows the rate and the batch."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sonde.cli import main
-from tests.commands.branch_scripts import PATTERN, RESUMES
+from tests.commands.branch_scripts import LOGS, PATTERN, RESUMES
 
 
 @pytest.fixture
@@ -91,3 +91,47 @@ def test_a_script_that_is_never_the_same_cannot_be_checked(folder: Path, capsys:
     said = " ".join(found["notices"])
     assert "Whether the script uses {lr} is not known: with 0.005 its losses differ as two equal runs do." in said
     assert "Two runs of one branch are not the same bit for bit" in said
+
+
+def logged(wrong: str, batches: str = "16,40") -> int:
+    Path("logs.py").write_text(LOGS)
+    script = f"logs.py --batch {{batch}} --lr {{lr}} --steps {{steps}} --wrong {wrong}"
+    options = f"--batches {batches} --units 768 --seeds 1 --jobs 2 --lr 0.01 --json"
+    return main(["branch", *options.split(), "--", *script.split()])
+
+
+@pytest.mark.slow  # each run imports torch
+def test_a_log_shows_what_losses_cannot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of one command differ, but the log of each has the batch and the rate."""
+    assert logged("chance") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["noise"] != 0
+    assert found["unverified"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("scales", "the script changes {lr}: its log has 0.06325 where {lr} is 0.01, at batch 40"),
+        ("late", "the script ignores {lr}: with 0.0025 in place of 0.01 its losses are the same, bit for bit"),
+        ("rounds", "the script changes {batch}: its steps have 32 units where {batch} is 40"),
+    ],
+)
+def test_values_that_the_script_changes_are_refused(
+    wrong: str, sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are used, so losses differ; but they are not those of the table."""
+    assert logged(wrong) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (folder / "branches" / "branches.json").exists()
+
+
+def test_a_script_that_shows_no_loss_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text("import time\nprint('step 0: val loss 1.0', flush=True)\ntime.sleep(60)")
+    assert branch("", "--patience 0.005") == 2
+    said = capsys.readouterr().err
+    assert "failed, so the others were not trained: it showed no new loss for 300 ms (its last one was after 0" in said
+    (folder / "train.py").write_text("import time\ntime.sleep(60)")
+    assert branch("", "--patience 0.005 --out other") == 2
+    assert "it showed no new loss for 300 ms (nothing that it printed matches --loss-regex" in capsys.readouterr().err

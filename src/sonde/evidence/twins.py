@@ -1,8 +1,9 @@
 """Whether a script uses what it is given: a run with one placeholder at another value, its twin, must differ.
 
-Two witnesses: the header of the script's own log, which lists the settings of its optimizer, and its held-out losses.
+Two witnesses: held-out losses, and the header of the script's own log, which lists the settings of its optimizer.
 Losses that are equal bit for bit show that a placeholder is ignored. Where two runs of the same command differ, losses
-can only show that a placeholder is used: by differing far more than these two.
+can only show that a placeholder is used: by differing far more than these two. The log is asked where losses cannot
+tell, and no earlier: sonde may have been attached before the script loaded its checkpoint, which replaces settings.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Twins:
         """Refuse a batch that the script rounds, by its log."""
         for each in ended:
             trained = self._losses(each).trained_batch
-            if not each.changed and trained and not math.isclose(trained, each.batch, rel_tol=_OTHER_BATCH):
+            if trained and not math.isclose(trained, each.batch, rel_tol=_OTHER_BATCH):
                 raise ValueError(
                     f"the script changes {{batch}}: its steps have {number(trained, 4)} units where {{batch}} is "
                     f"{each.batch:g}: ask for batches that it takes, and give --batches and --units in the unit of its "
@@ -124,14 +125,12 @@ class Twins:
 
 def _is_used(twin: Asked, seen: Losses, first: Losses, again: Losses, *, has_ended: bool) -> bool | None:
     """Whether a script uses the value that its twin has; None where that is not known, or not yet."""
-    logged = [*seen.settings.get(twin.changed, ())]
-    if twin.changed == "batch" and seen.trained_batch:
-        logged = [seen.trained_batch]
-    if any(math.isclose(value, twin.value or 0.0, rel_tol=1e-6) for value in logged):
-        return True
     losses, of_first, of_again = (each.curve.losses for each in (seen, first, again))
     if twin.changed not in LENGTHS:
-        return _are_others(losses, of_first, of_again, has_ended=has_ended)
+        are_others = _are_others(losses, of_first, of_again, has_ended=has_ended)
+        logged = [seen.trained_batch or 0.0] if twin.changed == "batch" else seen.settings.get(twin.changed, ())
+        is_logged = any(math.isclose(value, twin.value or 0.0, rel_tol=1e-6) for value in logged)
+        return True if are_others is None and has_ended and is_logged else are_others
     # A script that is told when to end does so, or has its rate fall until there, and sonde ends it.
     until = seen.curve.until(twin.units)
     if seen.curve.units[-1:] <= (twin.units + twin.batch,):
