@@ -22,7 +22,8 @@ for arg in sys.argv[1:]:  # as configurator.py
     globals()[key] = value if kind is str else literal_eval(value)
     assert type(globals()[key]) is kind
 os.makedirs(out_dir, exist_ok=True)
-torch.manual_seed(1337)
+seed_offset = 0
+torch.manual_seed(1337 + seed_offset)
 
 text = torch.frombuffer(bytearray(Path(pydoc_data.topics.__file__).read_bytes()), dtype=torch.uint8).long()
 parts = {"train": text[: int(0.9 * len(text))], "val": text[int(0.9 * len(text)) :]}
@@ -91,7 +92,7 @@ while True:
 """nanoGPT's train.py in shape: options are globals, evaluations draw at random, a resumed run saves where it loaded."""
 
 OF_NANOGPT = {
-    "torch.manual_seed(1337)": 'torch.manual_seed(int(os.environ.get("SEED", 1337)))',
+    "torch.manual_seed(1337 + seed_offset)": 'torch.manual_seed(int(os.environ.get("SEED", 1337)) + seed_offset)',
     "        losses = estimate_loss()": (
         "        with torch.random.fork_rng(): torch.manual_seed(0); losses = estimate_loss()"
     ),
@@ -115,19 +116,18 @@ model_args, args = HfArgumentParser((ModelArguments, TrainingArguments)).parse_a
 set_seed(args.seed)
 text = torch.frombuffer(bytearray(Path(pydoc_data.topics.__file__).read_bytes()), dtype=torch.uint8).long()
 rows = [{"input_ids": row, "labels": row} for row in text[: len(text) // 32 * 32].view(-1, 32)]
-if model_args.model_name_or_path:
-    model = GPT2LMHeadModel.from_pretrained(model_args.model_name_or_path)
+if checkpoint := model_args.model_name_or_path:
+    model = GPT2LMHeadModel.from_pretrained(checkpoint)
 else:
     no_dropout = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=1, n_head=2, **no_dropout))
 trainer = Trainer(model=model, args=args, train_dataset=rows[256:], eval_dataset=rows[:256])
-trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+trainer.train()
 """
 OF_TRAINER = {
-    "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)": (
-        "trainer.create_optimizer().load_state_dict("
-        'torch.load(f"{args.resume_from_checkpoint}/optimizer.pt")'
-        ' | {"param_groups": trainer.optimizer.state_dict()["param_groups"]})\n'
+    "trainer.train()": (
+        'own = {"param_groups": trainer.create_optimizer().state_dict()["param_groups"]}\n'
+        'trainer.optimizer.load_state_dict(torch.load(f"{checkpoint}/optimizer.pt") | own)\n'
         "trainer.train()"
     ),
 }
@@ -139,6 +139,8 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from sonde.integrations.lightning import NoiseScale
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -189,10 +191,11 @@ if not args.resume:
     trainer.save_checkpoint("last.ckpt")
 """
 OF_LIGHTNING = {
-    "import lightning as L": "import lightning as L; from sonde.integrations.lightning import NoiseScale",
     "    callbacks=[],": (
-        "    callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_start=lambda trainer, _: "
-        'trainer.optimizers[0].param_groups[0].update(lr=args.lr)), NoiseScale(unit="rows")],'
+        "    callbacks=[\n"
+        "LambdaCallback(on_train_start=lambda trainer, _: trainer.optimizers[0].param_groups[0].update(lr=args.lr)),\n"
+        'NoiseScale(unit="rows"),\n'
+        "],"
     ),
 }
 
