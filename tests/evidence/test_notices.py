@@ -22,7 +22,7 @@ def curve(batch: float, seed: int = 1, noise: float = 1e-3, floor: float = 0.0) 
 
 
 def branches(*more: Branch, seeds: int = 3, noise: float = 1e-4) -> Branches:
-    each = [Branch(b, s, None, curve(b, s, noise), trained_batch=b) for b in (16, 32) for s in range(1, seeds + 1)]
+    each = [Branch(b, s, None, curve(b, s, noise)) for b in (16, 32) for s in range(1, seeds + 1)]
     return Branches("rows", 16, 2000, 0.2, "a rule", (*each, *more))
 
 
@@ -125,7 +125,7 @@ def test_too_few_seeds_and_how_many_would_do() -> None:
 
 
 def test_a_file_holds_all_of_it() -> None:
-    nan = Branch(64, 1, 0.1, Curve((0, 1), (0.5, math.nan)), "failed", "why", 60.0)
+    nan = Branch(64, 1, 0.1, Curve((0, 1), (0.5, math.nan)), "failed", "why")
     found = replace(branches(nan), proxies=(Proxy("B_noise", "adam", 3.0, None, None),), unverified={"lr": "why"})
     text = json.dumps(found.as_json(), allow_nan=False)
     back = Branches.from_json(json.loads(text))

@@ -7,7 +7,7 @@ import pytest
 
 from sonde.evidence.shell_losses import LossSource
 from sonde.evidence.shell_plan import Plan, rates_of
-from sonde.evidence.shell_run import LAUNCHERS, launch_words
+from sonde.evidence.shell_run import launch_words
 
 COMMAND = ("python", "train.py", "--batch={batch}", "{seed}", "{checkpoint}", "--out", "{out}/x")
 
@@ -86,8 +86,7 @@ def test_large_numbers_are_whole_ones(plan: Plan) -> None:
 def test_words_of_launchers(plan: Plan) -> None:
     first = plan.asked()[0]
     script = f"{first.folder}/run.sh"
-    assert launch_words(LAUNCHERS["local"], first) == ["sh", script]
-    assert launch_words(LAUNCHERS["ray"], first) == ["ray", "job", "submit", "--", "sh", script]
+    assert launch_words("{command}", first) == ["sh", script]
     spaced = replace(first, folder=Path("/my runs/one"))
     assert launch_words("srun -o {out}/x {command}", spaced) == [
         "srun",

@@ -22,7 +22,7 @@ from sonde.commands.branch_result import print_json, print_result, result_of_all
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
-from sonde.evidence.shell_run import LAUNCHERS, joined, result_of, terminated_as_interrupted, train
+from sonde.evidence.shell_run import joined, result_of, terminated_as_interrupted, train
 from sonde.evidence.twins import Twins, noise_of
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.wording import duration
@@ -30,6 +30,7 @@ from sonde.wording import duration
 USAGE = "sonde branch --batches 16,32,64 --units 20000 [options] -- python train.py --batch {batch} --seed {seed} …"
 RESULT = "branches.json"
 ERROR = 2
+LOCAL = "{command}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class BranchOptions:
             or NAME=VALUE:LOW:HIGH.
         unit: Plural name of the unit, where no log has it.
         patience: Minutes that a branch may go on without a new loss.
-        launcher: What runs a branch: local, ray, or a command such as 'srun {command}'.
+        launcher: What runs a branch: on this machine, or by a command such as 'srun {command}'.
         out: Folder of all branches and of the result.
         json: Print JSON.
     """
@@ -94,7 +95,7 @@ class BranchOptions:
     ] = ()
     unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the unit of the logs)")] = None
     patience: Annotated[float, arg(metavar="MINUTES")] = 30.0
-    launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
+    launcher: Annotated[str, arg(metavar="LAUNCHER")] = LOCAL
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
     json: bool = False
 
@@ -176,8 +177,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     names = ("checkpoint", *ADAM, "weight_decay")
     base: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     used, least = used_placeholders(command), 2 * batches[-1]
-    has_program = launcher != "local" or command[0].endswith(".py") or shutil.which(command[0]) is not None
-    is_launcher = launcher in LAUNCHERS or "{command}" in launcher
+    has_program = launcher != LOCAL or command[0].endswith(".py") or shutil.which(command[0]) is not None
     is_told = bool({"units", "steps"} & used)
     is_there = options.checkpoint is None or options.checkpoint.exists()
     is_apart = options.checkpoint is None or not options.out.resolve().is_relative_to(options.checkpoint.resolve())
@@ -194,8 +194,8 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
         f"--out must be outside the checkpoint, got {options.out}: branches would change where they begin": is_apart,
         "--first-step is of printed steps: pass --loss-regex too, or leave it out": is_printed,
-        f"--launcher must be local, ray, or a command with {{command}}, got {launcher!r}": is_launcher,
-        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": launcher == "local"
+        f"--launcher must be a command with {{command}}, got {launcher!r}": "{command}" in launcher,
+        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": launcher == LOCAL
         or is_told,
         "--decay needs {steps} or {units} in the command, until which the rate falls": not options.decay or is_told,
         f"{command[0]!r} is no command that is installed: {USAGE}": has_program,
@@ -252,7 +252,7 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions, twins: 
     running = train(
         missing,
         plan.source,
-        launcher=LAUNCHERS.get(options.launcher, options.launcher),
+        launcher=options.launcher,
         n_jobs=options.jobs,
         is_done=twins.is_done,
         patience=60 * options.patience,

@@ -29,7 +29,6 @@ class Branch:
         curve: held-out loss over units since the checkpoint.
         state: how it ended.
         message: why it failed, in words; empty if it did not.
-        trained_batch: units of one step as its log has them, which a script may round; None where that is not known.
     """
 
     batch: float
@@ -38,7 +37,6 @@ class Branch:
     curve: Curve
     state: State = "finished"
     message: str = ""
-    trained_batch: float | None = None
 
     @property
     def name(self) -> str:

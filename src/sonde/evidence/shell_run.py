@@ -24,8 +24,6 @@ from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
 from sonde.wording import count, duration
 
-LAUNCHERS = {"local": "{command}", "ray": "ray job submit -- {command}"}
-"""By name, a command with {command}, and perhaps {out}: processes on this machine; jobs of a Ray cluster."""
 _RESULT, _LAUNCHER, _SCRIPT = "result.json", "launcher.txt", "run.sh"
 _SECONDS_BETWEEN_LOOKS = 0.25
 _GRACE = 10.0
@@ -68,7 +66,7 @@ def collect(asked: Asked, source: LossSource, *, is_done: bool = False, silent: 
         )
     n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
     curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
-    branch = Branch(asked.batch, asked.seed, asked.rate, curve, state, message, losses.trained_batch)
+    branch = Branch(asked.batch, asked.seed, asked.rate, curve, state, message)
     unfinished = asked.folder / f".{_RESULT}"
     unfinished.write_text(json.dumps(branch_as_json(branch)))
     unfinished.replace(asked.folder / _RESULT)
