@@ -135,3 +135,11 @@ def test_a_script_that_shows_no_loss_is_ended(folder: Path, capsys: pytest.Captu
     (folder / "train.py").write_text("import time\ntime.sleep(60)")
     assert branch("", "--patience 0.005 --out other") == 2
     assert "it showed no new loss for 300 ms (nothing that it printed matches --loss-regex" in capsys.readouterr().err
+
+
+def test_a_slow_script_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has not yet passed the end that it was given when sonde first looks."""
+    slow = RESUMES.replace("    rows = [row", "    time.sleep(0.03)\n    rows = [row")
+    (folder / "train.py").write_text(slow.replace("import argparse,", "import argparse, time,"))
+    assert branch("--steps {steps}", wrong="steps") == 2
+    assert "the script ignores {steps}: with 10 in place of 40 it should end after 80 units" in capsys.readouterr().err
