@@ -19,7 +19,9 @@ from evidence.sweep import SURE
 from evidence.tasks import OPTIMIZERS, TASKS, Units
 from evidence.training import Training
 from evidence.work import Arguments, Study
-from sonde.evidence.branches import Branches
+from sonde.decision.rate_rules import DECAYED, FALLING, rate_factor, rule_in_words
+from sonde.evidence.branches import Branch, Branches
+from sonde.evidence.stats.loss_curves import Curve
 from sonde.stats.intervals import RatioInterval
 
 REFERENCE = 8
@@ -88,24 +90,50 @@ def kept_trainings(training: Training, last: float) -> tuple[int, list[Training]
 
 
 def branched(start: Training, kind: str, rule: str, units: float, n_branches: int) -> Branches:
-    """Branches of several batch sizes from here."""
-    training = start.kept()
-    rate = training.task.rates[kind]
-    tuned = {batch: rate.at(batch) / rate.at(REFERENCE) for batch in BATCHES}
-    state = {f"optimizer {k}": optimizer for k, optimizer in enumerate(training.optimizers)}
-    found = sonde.branch(
-        training.step,
-        {"model": training.model, "data": training.data, **state},
-        loss=training.held_out,
-        batches=BATCHES,
-        units=max(units, BATCHES[-1] * 4),
-        unit=training.task.unit,
-        seeds=n_branches,
-        rate_rule=tuned if rule == "tuned" else None,
-        decay=True,
-        verbose=False,
+    """Branches of several batch sizes from here, whose rate falls to 0."""
+    rate, usual, units = (
+        start.task.rates[kind],
+        "linear" if kind.startswith("sgd") else "sqrt",
+        max(units, 4 * BATCHES[-1]),
     )
-    return found
+    factors = {batch: rate_factor(usual, batch, REFERENCE) for batch in BATCHES}
+    if rule == "tuned":
+        factors = {batch: rate.at(batch) / rate.at(REFERENCE) for batch in BATCHES}
+    branches = [
+        Branch(batch, seed, _largest_rate(start) * factor, curve_of(start, batch, seed, units, factor))
+        for batch, factor in factors.items()
+        for seed in range(n_branches)
+    ]
+    in_words = rule_in_words(usual) if rule == "usual" else "learning rates from a table"
+    return Branches(start.task.unit, REFERENCE, units, 0.2, in_words + FALLING, tuple(branches), loss="held-out loss")
+
+
+def curve_of(start: Training, batch: int, seed: int, units: float, factor: float) -> Curve:
+    """The loss of one branch, at the ends of trainings of several lengths: each one's rate falls to 0, linearly.
+
+    Args:
+        start: where it begins.
+        batch: units of a step.
+        seed: of its data.
+        units: of the longest training.
+        factor: its first rate, over the rate of `start`.
+    """
+    points = {0: start.held_out()}
+    for part in DECAYED:
+        training, n_steps = start.kept(), math.ceil(part * units / batch)
+        training.data.manual_seed(seed)
+        groups = [group for optimizer in training.optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] * factor for group in groups]
+        for n in range(n_steps):
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * (1 - n / n_steps)
+            training.step(batch)
+        points[n_steps * batch] = training.held_out()
+    return Curve(tuple(map(float, points)), tuple(points.values()))
+
+
+def _largest_rate(training: Training) -> float:
+    return max(float(group["lr"]) for optimizer in training.optimizers for group in optimizer.param_groups)
 
 
 def proxies(start: Training, kind: str, few: bool) -> dict[str, Any]:

@@ -160,16 +160,6 @@ def checkpoint(page: Page) -> None:
     assert "GroupReading(status='resolved'" in page.printed
 
 
-@scene("branch.md")
-def branch(page: Page) -> None:
-    names, draws = training(), torch.Generator().manual_seed(0)
-    names |= {"draws": draws, "draw": lambda n: torch.randn(n, 5, generator=draws), "held_out": torch.randn(64, 5)}
-    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=1e-2)
-    page.run(names)
-    assert {ratio.batch for ratio in names["found"].ratios} == {16, 32, 64}
-    assert names["model"].weight.count_nonzero() == 0  # as it was
-
-
 @scene("batch-schedule.md")
 def batch_schedule(page: Page) -> None:
     """Gradients are rows of a noise scale of 160 rows, so that the batch grows from 8."""

@@ -15,8 +15,6 @@ from sonde.config import ProbesConfig, probes_from_config
 from sonde.decision.decide import Decision, Wanted, decide
 from sonde.decision.facts import Facts
 from sonde.decision.law import Tradeoff, steps_and_examples
-from sonde.evidence.branches import Branch, Branches, Proxy
-from sonde.evidence.loop import branch
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
@@ -44,8 +42,6 @@ from sonde.version import __version__
 
 __all__ = [
     "BatchSchedule",
-    "Branch",
-    "Branches",
     "CausalLMStatistics",
     "Decision",
     "EntropyChangeOptions",
@@ -77,7 +73,6 @@ __all__ = [
     "ProbesConfig",
     "PromptNoiseProbe",
     "PromptNoiseReading",
-    "Proxy",
     "RatioInterval",
     "ReportSection",
     "RolloutProbe",
@@ -95,7 +90,6 @@ __all__ = [
     "WindowReading",
     "__version__",
     "attach",
-    "branch",
     "clip_grad_norm_",
     "clip_grad_norm_distributed_",
     "clip_grads_with_norm_",

@@ -11,15 +11,12 @@ for name, kind in (("batch", float), ("seed", int), ("steps", int), ("lr", float
 args = parser.parse_args()
 if args.wrong == "raises":
     raise RuntimeError("no such data")
-draw = random.Random(0 if args.wrong == "ignores seed" else args.seed + 1000 * args.batch)
-batch = 16 if args.wrong == "ignores batch" else args.batch
+draw = random.Random(args.seed + 1000 * args.batch + 7 * args.lr)
+batch = args.batch
 every = max(1, int(160 / args.batch))
 for step in range(0, (args.steps or 10**9) + 1, every):
     # A power law of the units, of which a batch needs 1 + B/50 times as many.
     loss = (step * args.batch / (1 + batch / 50) + 500) ** -0.5 * (1 + 0.002 * draw.gauss(0, 1) * (step > 0))
-    if args.wrong == "ignores batch":
-        draw = random.Random(args.seed + step // every)
-        loss = 5.0 / (1 + step // every) + draw.random() / 1000
     if args.wrong == "diverges" and batch > 60 and step * batch > 1000:
         loss = float("nan")
     if args.wrong == "decays":  # while the rate is high, the loss is: by a tenth before the end
@@ -67,3 +64,99 @@ while True:
     step += 1
 """
 """Trains for ever: sonde ends it. Its log has a folder of its own, which would be the same for all branches."""
+
+RESUMES = """
+import argparse, json, math, random
+
+parser = argparse.ArgumentParser()
+settings = {"lr": 0.05, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+for name, kind, default in (("batch", int, 8), ("seed", int, 0), ("steps", int, 40), ("units", int, 0)):
+    parser.add_argument("--" + name, type=kind, default=default)
+for name, value in settings.items():
+    parser.add_argument("--" + name, type=float, default=value)
+for name in ("wrong", "resume", "save"):
+    parser.add_argument("--" + name, default="")
+args = parser.parse_args()
+
+truth = [1.0, -2.0, 0.5, 3.0]
+weights, moments, batch, draw = [0.0] * 4, [[0.0, 0.0] for _ in truth], args.batch, random.Random(args.seed)
+group = {name: getattr(args, name) for name in settings}  # as torch's optimizers have it
+if args.resume:
+    saved = json.load(open(args.resume))
+    weights, moments = saved["weights"], saved["moments"]
+    if args.wrong in group:  # load_state_dict brings the group of the run that was saved
+        group[args.wrong] = saved["group"][args.wrong]
+    if args.wrong == "schedule":  # its first rate is that of the loaded state
+        group["lr"] = saved["group"]["initial_lr"] * 0.5 * (1 + math.cos(0.0))
+    if args.wrong == "batch":  # of the data loader that the checkpoint holds
+        batch = saved["batch"]
+    if args.wrong == "seed":  # the random state of the checkpoint replaces it
+        draw.setstate((saved["draw"][0], tuple(saved["draw"][1]), saved["draw"][2]))
+    if args.wrong == "chance":
+        draw = random.Random()
+
+def row(of):
+    x = [of.gauss(0, 1) for _ in truth]
+    return x, sum(a * b for a, b in zip(x, truth)) + of.gauss(0, 1)
+
+def error(x, y):
+    return sum(a * b for a, b in zip(x, weights)) - y
+
+held_out = [row(random.Random(k)) for k in range(100)]
+EPOCH = 24
+steps = args.units // args.batch if args.units else args.steps
+if args.wrong == "epochs":
+    steps = math.ceil(steps / EPOCH) * EPOCH
+if args.wrong in ("steps", "units"):  # a number of its own
+    steps = 200
+for step in range(steps + 1):
+    if step % 4 == 0 or step == steps:
+        loss = sum(error(x, y) ** 2 for x, y in held_out) / len(held_out)
+        print(f"step {step}: val loss {loss:.6f}", flush=True)
+    if step == steps:
+        break
+    rows = [row(draw) for _ in range(batch)]
+    gradients = [sum(2 * error(x, y) * x[k] for x, y in rows) / len(rows) for k in range(4)]
+    for k, gradient in enumerate(gradients):  # AdamW
+        betas = (group["beta1"], group["beta2"])
+        moments[k] = [b * m + (1 - b) * gradient**p for b, m, p in zip(betas, moments[k], (1, 2))]
+        weights[k] *= 1 - group["lr"] * group["weight_decay"]
+        weights[k] -= group["lr"] * moments[k][0] / (math.sqrt(moments[k][1]) + group["eps"])
+if args.save:
+    saved = {"weights": weights, "moments": moments, "batch": batch, "draw": draw.getstate()}
+    json.dump(saved | {"group": group | {"initial_lr": group["lr"]}}, open(args.save, "w"))
+"""
+"""Trains four weights by AdamW, from a checkpoint; `--wrong` names what it ignores, as scripts do."""
+
+LOGS = """
+import argparse
+import torch
+from torch import nn
+import sonde
+
+parser = argparse.ArgumentParser()
+for name, kind in (("batch", int), ("lr", float), ("beta1", float), ("steps", int), ("wrong", str)):
+    parser.add_argument("--" + name, type=kind, default=kind(1))
+args = parser.parse_args()
+if args.wrong != "chance":
+    torch.manual_seed(1)
+weights = torch.linspace(-1, 1, 8)
+held_out = torch.randn(64, 8)
+model = nn.Linear(8, 1, bias=False)
+rate = args.lr * args.batch**0.5 if args.wrong == "scales" else args.lr
+batch = args.batch // 16 * 16 if args.wrong == "rounds" else args.batch
+optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+probe = sonde.attach(model, optimizer, unit="rows", verbose=False)
+if args.wrong == "late":  # as a checkpoint does that is loaded now
+    optimizer.param_groups[0]["lr"] = 0.02
+for step in range(args.steps + 1):
+    if step % 4 == 0:
+        with torch.no_grad():
+            probe.log(eval_loss=(model(held_out).squeeze(1) - held_out @ weights).square().mean())
+    for _ in range(2 if step < args.steps else 0):
+        x = torch.randn(batch // 2, 8)
+        (model(x).squeeze(1) - x @ weights).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Trains with a log of its own, which shows the rate and the batch."""

@@ -1,4 +1,4 @@
-"""Rules of the learning rate against their formulas, and rates that hold against a schedule."""
+"""Rules of the learning rate against their formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sonde.batch_size.optimizers import settings_of
 from sonde.decision.law import Range
 from sonde.decision.rate import rate_row
 from sonde.decision.rate_rules import rate_factor
-from sonde.evidence.rates import held, options_at, usual_rule_of
+from sonde.evidence.rates import options_at, usual_rule_of
 
 
 def adam(**options: Any) -> torch.optim.Optimizer:
@@ -49,14 +49,6 @@ def test_other_rules_are_refused(rule: str) -> None:
         rate_factor(rule, 128, 16)
 
 
-def test_weight_decay_acts_as_fast_per_unit() -> None:
-    optimizer = adam(weight_decay=0.2)
-    for rule in ("sqrt", "linear", "none", "adam", {64: 3.0}):
-        [found] = options_at(optimizer, rule, 64, 16, scale_decay=True)
-        assert found["lr"] * found["weight_decay"] / 64 == pytest.approx(1e-3 * 0.2 / 16)
-    assert "weight_decay" not in options_at(optimizer, "sqrt", 64, 16)[0]
-
-
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
 def test_a_multiple_must_be_positive(factor: float) -> None:
     with pytest.raises(ValueError, match="a positive multiple of the rate is needed"):
@@ -89,22 +81,3 @@ def test_advice_far_below_the_critical_batch_has_the_rate_of_a_schedule(kind: ty
         [options] = options_at(optimizer, usual_rule_of([optimizer]), 64, 16)
         is_same = row.settings[0].then == pytest.approx(options["lr"], rel=rel or 1e-6)
         assert is_same == (rel is not None or kind is torch.optim.AdamW)
-
-
-@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)])
-def test_steps_are_taken_at_the_held_rate_whatever_a_schedule_sets(rate: Any) -> None:
-    weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-    optimizer = torch.optim.SGD([weight], lr=rate)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
-    with held({optimizer: options_at(optimizer, "linear", 32, 16)}) as take:
-        for part in (1.0, 0.25):
-            take(part)
-            for _ in range(2):
-                weight.grad = -torch.ones_like(weight)
-                optimizer.step()
-                schedule.step()
-    assert weight.item() == 2 * 1.0 + 2 * 0.25
-    weight.grad = -torch.ones_like(weight)
-    optimizer.param_groups[0]["lr"] = 8.0
-    optimizer.step()
-    assert weight.item() == 10.5  # held no longer

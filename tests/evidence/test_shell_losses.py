@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sonde.evidence.shell_losses import LossSource, check_starts, read_losses
+from sonde.evidence.shell_losses import Losses, LossSource, check_starts, read_losses
 
 STEPS = LossSource(pattern=r"step (?P<step>\S+) loss (?P<loss>\S+)")
 
@@ -21,6 +21,7 @@ def test_where_printed_steps_begin(tmp_path: Path) -> None:
     assert losses(tmp_path, "step 10 loss 3\nstep 20 loss 2\n") == [(80, 3), (160, 2)]
     # Counting on from step 1,000, whose loss is printed first.
     assert losses(tmp_path, "step 1000 loss 3\nstep 1010 loss 2\n") == [(0, 3), (80, 2)]
+    assert losses(tmp_path, "step 1000 loss 3\n") == [(0, 3)]
     told = LossSource(pattern=STEPS.pattern, first_step=1000)
     assert losses(tmp_path, "step 1010 loss 3\nstep 1020 loss 2\n", told) == [(80, 3), (160, 2)]
     assert losses(tmp_path, "step 990 loss 4\nstep 1000 loss 3\n", told) == [(0, 3)]
@@ -31,13 +32,16 @@ def test_first_losses_that_are_not_the_checkpoints_own(tmp_path: Path) -> None:
     for batch, first in ((8, 3.0), (16, 2.5)):
         (tmp_path / f"{batch}").mkdir()
         losses(tmp_path / f"{batch}", f"step 1020 loss {first}\nstep 1040 loss 2\n")
-    both = [(tmp_path / f"{batch}", batch) for batch in (8, 16)]
-    check_starts(both[:1], STEPS)
-    check_starts(both, LossSource(pattern=STEPS.pattern, first_step=1000))
+
+    def seen(*batches: int, source: LossSource = STEPS) -> list[Losses]:
+        return [read_losses(tmp_path / f"{batch}", batch, source) for batch in batches]
+
+    check_starts(seen(8))
+    check_starts(seen(8, 16, source=LossSource(pattern=STEPS.pattern, first_step=1000)))
     with pytest.raises(ValueError, match=r"\(2.500 to 3\) differ.*: pass its step as --first-step"):
-        check_starts(both, STEPS)
-    losses(both[1][0], "step 1020 loss 3.00001\nstep 1040 loss 2\n")  # rounded otherwise
-    check_starts(both, STEPS)
+        check_starts(seen(8, 16))
+    losses(tmp_path / "16", "step 1020 loss 3.00001\nstep 1040 loss 2\n")  # rounded otherwise
+    check_starts(seen(8, 16))
 
 
 def test_printed_units(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from sonde.evidence.stats.loss_curves import Curve
 
 
 def test_trainings_of_several_lengths_are_one_branch() -> None:
-    asked = [Asked(16, 1, 0, units, None, (), Path(f"{units}")) for units in (50.0, 100.0)]
+    asked = [Asked(16, 1, units, None, (), Path(f"{units}")) for units in (50.0, 100.0)]
     short = Branch(16, 1, None, Curve((0, 25, 50), (4.0, 3.5, 2.0)))
     long = Branch(16, 1, None, Curve((0, 50, 100), (4.0, 3.0, 1.0)))
     (one,) = joined(dict(zip(asked, (short, long), strict=True)))
@@ -20,6 +20,7 @@ def test_trainings_of_several_lengths_are_one_branch() -> None:
     assert joined(dict(zip(asked, (short, failed), strict=True))) == (failed,)
     # One length alone keeps all of its losses.
     assert joined({asked[0]: short}) == (short,)
-    # Other seeds and the second run are branches of their own.
+    # A twin is no branch, and other seeds are branches of their own.
+    assert joined({asked[0]: short, replace(asked[1], changed="lr"): long}) == (short,)
     other = replace(asked[1], seed=2)
     assert joined({asked[0]: short, other: replace(long, seed=2)}) == (short, replace(long, seed=2))

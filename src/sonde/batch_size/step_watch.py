@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,16 +36,6 @@ _SETTLED_AFTER = 20
 _OFTEN_AFTER = 5
 """Steps in a row that ended several windows each, after which the windows are certainly ended too often. A GradScaler
 that finds its scale may leave out a few steps."""
-
-
-_listening: weakref.WeakSet[StepWatch] = weakref.WeakSet()
-"""Every watch that has hooks now. Module-level, because `is_followed` is asked with a model, and without a probe."""
-
-
-def is_followed(parameters: Iterable[Tensor]) -> bool:
-    """Whether a probe that is attached now follows the steps of any of these parameters."""
-    ids = {id(p) for p in parameters}
-    return any(not ids.isdisjoint(watch.ids) for watch in _listening)
 
 
 class StepWatch:
@@ -116,7 +106,6 @@ class StepWatch:
         self._given: weakref.WeakSet[Any] = weakref.WeakSet(given)
         self._has_given = bool(given)
         self._handles.append(register_optimizer_step_pre_hook(self._while_alive(StepWatch._before_any_step)))
-        _listening.add(self)
 
     def _has_hooks(self, given: Any) -> bool:
         """Put a hook on a given optimizer, if it can have any.
@@ -223,7 +212,6 @@ class StepWatch:
 
     def close(self) -> None:
         """Stop listening."""
-        _listening.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from sonde.commands.branch_result import print_table
+from sonde.commands.branch_result import print_json, print_table
 from sonde.decision.decide import Advice, Aim, Decision, Wanted, decide
 from sonde.decision.facts import Facts
 from sonde.decision.law import Range
@@ -86,7 +85,7 @@ def run_advise(options: AdviseOptions, command: Sequence[str] = ()) -> int:
     found = decide(facts, wanted, log=shlex.join(map(str, options.runs)))
     remarks = " ".join(f"The log of {run.name}: {'; '.join(run.remarks)}." for run in runs if run.remarks)
     if options.json:
-        sys.stdout.write(json.dumps(as_json(found) | {"remarks": remarks}, ensure_ascii=False) + "\n")
+        print_json(vars(found) | {"remarks": remarks})
     else:
         _show(found, remarks, Console(highlight=False, markup=False, emoji=False))
     return 0
@@ -113,13 +112,6 @@ def _tried(facts: Facts, options: AdviseOptions, command: Sequence[str]) -> Fact
     folder = next(path if path.is_dir() else path.parent for path in options.runs)
     write_in_one_step(folder / TRIAL_NAME, json.dumps(curve_as_json(curve)))
     return dataclasses.replace(facts, curve=curve)
-
-
-def as_json(found: Decision) -> dict[str, object]:
-    """A decision with all of its numbers, as JSON values: an infinite end of a range becomes None."""
-    text = json.dumps(dataclasses.asdict(found))
-    known: dict[str, object] = json.loads(text, parse_constant=lambda _: None)
-    return known
 
 
 # In the terminal.

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from sonde.commands.advise import as_json
 from sonde.decision.decide import Decision, decide
 from sonde.runs.compare.side_by_side import ComparedRun, thinned
 from sonde.runs.facts import facts_of_run
@@ -16,13 +12,6 @@ from sonde.runs.losses import last_loss
 from sonde.runs.report.verdicts import failed_checks, verdict_panels
 from sonde.runs.run import PROMPT_NOISE, AnyReading, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval
-from sonde.version import __version__
-
-
-def print_json(found: Mapping[str, Any]) -> None:
-    """Print one object on one line, with the version of sonde. JSON has no infinity and no NaN: they become null."""
-    text = json.dumps({"sonde": __version__, **found}, default=dataclasses.asdict)
-    sys.stdout.write(json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False) + "\n")
 
 
 def alone(run: Run, label: str) -> ComparedRun:
@@ -65,6 +54,6 @@ def _noise(known: RatioInterval) -> dict[str, Any]:
 def decided(decision: Callable[[], Decision]) -> dict[str, Any]:
     """What `sonde advise --json` prints; null with the reason where nothing can be decided."""
     try:
-        return {"decision": as_json(decision()), "why_none": ""}
+        return {"decision": decision(), "why_none": ""}
     except ValueError as error:
         return {"decision": None, "why_none": str(error)}

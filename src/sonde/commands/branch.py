@@ -17,27 +17,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tyro.conf import UseAppendAction, arg
 
-from sonde.commands.branch_result import print_result
+from sonde.commands.branch_result import print_json, print_result, result_of_all
 from sonde.decision.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.evidence.branches import Branch, Branches, Proxy
-from sonde.evidence.shell_losses import LossSource, check_starts, noise_scales, unit_of
+from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
-from sonde.evidence.shell_run import (
-    LAUNCHERS,
-    collect_or_prepare,
-    joined,
-    result_of,
-    terminated_as_interrupted,
-    train,
-    write_array,
-)
+from sonde.evidence.shell_run import joined, result_of, terminated_as_interrupted, train
+from sonde.evidence.twins import Twins, noise_of
 from sonde.runs.report.branch_page import write_branch_report
 from sonde.wording import duration
 
 USAGE = "sonde branch --batches 16,32,64 --units 20000 [options] -- python train.py --batch {batch} --seed {seed} …"
 RESULT = "branches.json"
 ERROR = 2
-_SLURM = "slurm"
+LOCAL = "{command}"
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,8 @@ class BranchOptions:
     Use: sonde branch --batches 16,32,64 --units 20000 -- python train.py --resume {checkpoint} --batch {batch} --seed
     {seed}. Each batch trains on as many units, once with each seed. The answer is how many units each batch needs for
     the loss of the smallest one. Words in braces are filled in: {checkpoint}, {batch}, {lr}, {seed}, {units}, {steps},
-    {out} (the branch's folder), {beta1}, {beta2}, {eps}, {weight_decay}. The same command again goes on with what is
-    missing.
+    {out} (the branch's folder), {beta1}, {beta2}, {eps}, {weight_decay}. sonde first checks that the script uses them.
+    The same command again goes on with what is missing.
 
     Attributes:
         batches: Batch sizes, in units: 16,32,64,128.
@@ -74,9 +67,10 @@ class BranchOptions:
         noise: Noise scales measured elsewhere, to stand beside the result: the folder of sonde measure's log,
             or NAME=VALUE:LOW:HIGH.
         unit: Plural name of the unit, where no log has it.
-        launcher: What runs a branch: local, slurm (writes an array script; the same command then collects), ray, or a
-            command such as 'srun {command}'.
+        patience: Minutes that a branch may go on without a new loss.
+        launcher: What runs a branch: on this machine, or by a command such as 'srun {command}'.
         out: Folder of all branches and of the result.
+        json: Print JSON.
     """
 
     batches: Annotated[str, arg(metavar="N,N,…")]
@@ -100,8 +94,10 @@ class BranchOptions:
         tuple[str, ...], arg(metavar="LOG or NAME=…", help_behavior_hint="(may be repeated)"), UseAppendAction
     ] = ()
     unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: the unit of the logs)")] = None
-    launcher: Annotated[str, arg(metavar="LAUNCHER")] = "local"
+    patience: Annotated[float, arg(metavar="MINUTES")] = 30.0
+    launcher: Annotated[str, arg(metavar="LAUNCHER")] = LOCAL
     out: Annotated[Path, arg(metavar="FOLDER")] = Path("branches")
+    json: bool = False
 
 
 def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
@@ -115,18 +111,17 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         The exit status: 0, or 2 where a branch has failed or the losses can show nothing.
 
     Raises:
-        ValueError: for options that cannot be used; when the first branch to end has failed; and at the end, where the
-            script's log has another unit than was given. The result is written without --noise then.
+        ValueError: for options that cannot be used; when the first branch to end has failed; for a placeholder that the
+            script ignores; and at the end, where the script's log has another unit than was given. The result is
+            written without --noise then.
         KeyboardInterrupt: after Ctrl-C, SIGTERM and SIGHUP; branches that have ended are kept.
     """
     plan, measured = plan_of(options, command), [proxy for text in options.noise for proxy in _proxies_of(text)]
     given = _the_unit(options.unit, *(unit_of([Path(text)]) for text in options.noise))
     asked, console = plan.asked(), _console()
-    ended = (_collected if options.launcher == _SLURM else _trained)(asked, plan, options)
-    if not ended:
-        return 0
-    check_starts(((each.folder, each.batch) for each in ended), plan.source)
-    references = [each.folder for each in ended if each.batch == plan.reference and not each.copy]
+    twins = Twins(asked, plan.source)
+    ended = _trained(asked, plan, options, twins)
+    references = [each.folder for each in ended if each.batch == plan.reference and not each.changed]
     own = unit_of(references)
     is_one_unit = len({own, given} - {""}) < 2
     found = Branches(
@@ -138,16 +133,21 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         joined(ended),
         (*noise_scales(references), *(measured if is_one_unit else ())),
         plan.source.name if plan.source.pattern is None else "the printed loss",
+        noise_of(*(ended[each] for each in asked[:2])),
+        twins.check(ended),
     )
-    file = plan.out / RESULT
+    file, page, why_none = plan.out / RESULT, plan.out / "report.html", ""
     file.write_text(json.dumps(found.as_json(), allow_nan=False))
     _the_unit(own, given)
-    print_result(found, console)
-    console.print(f"\nresult  {file}")
     try:
-        console.print(f"report  {write_branch_report(found, plan.out / 'report.html')}  (open it in a browser)")
+        write_branch_report(found, page)
     except ImportError as error:
-        console.print(f"report  {error}, then run: sonde report {plan.out}")
+        why_none = f"{error}, then run: sonde report {plan.out}"
+    if options.json:
+        print_json(result_of_all(found) | {"result": str(file), "report": None if why_none else str(page)})
+    else:
+        print_result(found, console)
+        console.print(f"\nresult  {file}\nreport  {why_none or f'{page}  (open it in a browser)'}")
     return 0 if not found.mistake and all(branch.state == "finished" for branch in found.branches) else ERROR
 
 
@@ -177,8 +177,7 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
     names = ("checkpoint", *ADAM, "weight_decay")
     base: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     used, least = used_placeholders(command), 2 * batches[-1]
-    has_program = launcher != "local" or command[0].endswith(".py") or shutil.which(command[0]) is not None
-    is_launcher = launcher in (*LAUNCHERS, _SLURM) or "{command}" in launcher
+    has_program = launcher != LOCAL or command[0].endswith(".py") or shutil.which(command[0]) is not None
     is_told = bool({"units", "steps"} & used)
     is_there = options.checkpoint is None or options.checkpoint.exists()
     is_apart = options.checkpoint is None or not options.out.resolve().is_relative_to(options.checkpoint.resolve())
@@ -189,13 +188,14 @@ def plan_of(options: BranchOptions, command: Sequence[str]) -> Plan:
         f"--seeds must be at least 1, got {options.seeds}: 3 give an interval": options.seeds >= 1,
         f"--jobs must be at least 1, got {options.jobs}": options.jobs >= 1,
         "--unit must be a name such as sequences, got none: leave it out to have that of the logs": options.unit != "",
+        f"--patience must be above 0, got {options.patience:g}": options.patience > 0,
         f"--tolerance must be above 0, got {options.tolerance:g}": 0 < options.tolerance < math.inf,
         f"no checkpoint at {options.checkpoint}: pass --checkpoint a file or folder that is there": is_there,
         f"branches go to a folder, got the file {options.out}: pass another --out": not options.out.is_file(),
         f"--out must be outside the checkpoint, got {options.out}: branches would change where they begin": is_apart,
         "--first-step is of printed steps: pass --loss-regex too, or leave it out": is_printed,
-        f"--launcher must be local, slurm, ray, or a command with {{command}}, got {launcher!r}": is_launcher,
-        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": launcher == "local"
+        f"--launcher must be a command with {{command}}, got {launcher!r}": "{command}" in launcher,
+        f"--launcher {launcher} cannot end a branch: write {{steps}} or {{units}} in the command": launcher == LOCAL
         or is_told,
         "--decay needs {steps} or {units} in the command, until which the rate falls": not options.decay or is_told,
         f"{command[0]!r} is no command that is installed: {USAGE}": has_program,
@@ -232,30 +232,19 @@ def _proxies_of(text: str) -> list[Proxy]:
         return [replace(proxy, name=f"{proxy.name}, in {Path(text).resolve().name}") for proxy in proxies]
     raise ValueError(
         "--noise takes the folder of a log that has a noise scale, or NAME=VALUE:LOW:HIGH with LOW ≤ VALUE ≤ HIGH, got "
-        f"{text!r}: pass the --log of sonde measure, or for example B_noise=120:90:160"
+        f"{text!r}: pass the --log of sonde measure, or for example B_simple=120:90:160"
     )
 
 
-def _collected(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
-    """Branches that Slurm has ended. The others are prepared, and the command that submits them is printed."""
-    waiting = collect_or_prepare(asked, plan.source)
-    if waiting:
-        console = _console()
-        console.print(f"{len(waiting)} of {len(asked)} branches have not ended. If you have not submitted them, do so:")
-        console.print(write_array(waiting, plan.out, options.jobs))
-        console.print("When they have ended, the command that you have given now collects them.")
-    return {each: branch for each in asked if each not in waiting and (branch := result_of(each)) is not None}
-
-
-def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapping[Asked, Branch]:
-    """All branches in order: those that are finished, and the others after training them."""
+def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions, twins: Twins) -> Mapping[Asked, Branch]:
+    """All runs in order: those that are finished, and the others after training them."""
     kept = {each: branch for each in asked if (branch := result_of(each)) and branch.state == "finished"}
     missing = [each for each in asked if each not in kept]
     ended: dict[Asked, Branch] = {}
     start = plan.start
     console = _console(stderr=True)
     if kept:
-        console.print(f"{len(kept)} of {len(asked)} branches are finished already.")
+        console.print(f"{len(kept)} of {len(asked)} runs are finished already.")
     bar = Progress(
         TextColumn("training"), BarColumn(), console=console, transient=True, disable=not console.is_terminal
     )
@@ -263,8 +252,10 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
     running = train(
         missing,
         plan.source,
-        launcher=LAUNCHERS.get(options.launcher, options.launcher),
+        launcher=options.launcher,
         n_jobs=options.jobs,
+        is_done=twins.is_done,
+        patience=60 * options.patience,
         on_progress=lambda units: bar.update(task, completed=sum(each.units for each in ended) + units),
     )
     try:
@@ -278,13 +269,13 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions) -> Mapp
                     )
                 n_left = len(missing) - len(ended)
                 left = duration((time.monotonic() - begun) / len(ended) * n_left)
-                console.print(f"{branch.name}: {branch.state}" + (f"; about {left} left" if n_left else ""))
+                console.print(f"{each.name}: {branch.state}" + (f"; about {left} left" if n_left else ""))
                 if not kept and all(branch.state != "finished" for branch in ended.values()):
-                    raise ValueError(f"{branch.name} {branch.state}, so the others were not trained: {branch.message}")
-                check_starts(((one.folder, one.batch) for one in (*[*kept, *ended][:1], each)), plan.source)
+                    raise ValueError(f"{each.name} {branch.state}, so the others were not trained: {branch.message}")
+                twins.check(kept | ended)
     except KeyboardInterrupt:
         n = len(kept) + sum(branch.state == "finished" for branch in ended.values())
-        console.print(f"Stopped: {n} of {len(asked)} branches are finished. The same command trains the others.")
+        console.print(f"Stopped: {n} of {len(asked)} runs are finished. The same command trains the others.")
         raise
     return {each: (kept | ended)[each] for each in asked}
 

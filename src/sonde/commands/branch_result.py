@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Collection, Iterable
+import json
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
 
+from sonde.decision.decide import decide
+from sonde.decision.facts import Facts
+from sonde.decision.law import Range
 from sonde.evidence.answer import Row, advice, at_half, batch_rows, headline, scale_rows
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
+from sonde.stats.intervals import unresolved
+from sonde.version import __version__
 from sonde.wording import count
 
 _GAP = 3
@@ -27,14 +36,39 @@ def print_result(found: Branches, console: Console) -> None:
         console: where to print.
     """
     console.print()
-    for sentence in (headline(found), advice(found), at_half(found)):
-        if sentence:
-            console.print(sentence)
+    for sentence in _words(found).values():
+        console.print(sentence)
     console.print(f"\n{count(found.units)} {found.unit} from the checkpoint, {found.rule}, by {found.loss}")
     print_table(batch_rows(found), console, right=(0, 1, 2, 3))
     print_table(scale_rows(found), console, right=(1, 2))
     for sentence in notices(found):
         console.print(f"\n{sentence}")
+
+
+def _words(found: Branches) -> dict[str, str]:
+    """What the branches show, in sentences, and what to do with the reference's batch from there on."""
+    words = {"critical": headline(found), "advice": advice(found), "at_half": at_half(found)}
+    if (low := found.law_critical.low) is not None and (high := found.law_critical.high) is not None:
+        critical = Range(found.law_critical.ratio, low, high)
+        words["decision"] = decide(Facts(found.unit, found.reference, unresolved(""), branched=critical)).sentence
+    return {name: sentence for name, sentence in words.items() if sentence}
+
+
+def result_of_all(found: Branches) -> dict[str, Any]:
+    """What `print_result` prints, with all numbers: `branches.json`, and what follows from it."""
+    return found.as_json() | {
+        "critical": dataclasses.asdict(found.critical),
+        "law_critical": dataclasses.asdict(found.law_critical),
+        "ratios": [dataclasses.asdict(ratio) for ratio in found.ratios],
+        "words": _words(found),
+        "notices": notices(found),
+    }
+
+
+def print_json(found: Mapping[str, Any]) -> None:
+    """Print one object on one line, with the version of sonde. JSON has no infinity and no NaN: they become null."""
+    text = json.dumps({"sonde": __version__, **found}, default=dataclasses.asdict)
+    sys.stdout.write(json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False) + "\n")
 
 
 def print_table(rows: Iterable[Row], console: Console, *, right: Collection[int] = (), n_keys: int = 1) -> None:

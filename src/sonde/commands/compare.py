@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from sonde.commands.as_json import decided, print_json, run_as_json
-from sonde.commands.branch_result import print_table
+from sonde.commands.as_json import decided, run_as_json
+from sonde.commands.branch_result import print_json, print_table
 from sonde.runs.compare.side_by_side import AXES, By, Comparison, read_runs
 from sonde.runs.compare.words import beside_rows, decision, lowest, reached_rows, run_rows, setting_rows, summary
 from sonde.runs.report.page import check_bokeh

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from sonde.commands.as_json import alone, place, print_json, run_as_json
+from sonde.commands.as_json import alone, place, run_as_json
+from sonde.commands.branch_result import print_json
 from sonde.runs.report.branch_page import BRANCHES_NAME
 from sonde.runs.report.write import readable_run, write_report
 

@@ -14,7 +14,8 @@ from rich.live import Live
 from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from sonde.commands.as_json import alone, print_json, run_as_json
+from sonde.commands.as_json import alone, run_as_json
+from sonde.commands.branch_result import print_json
 from sonde.runs.names import names_apart
 from sonde.runs.watch.follow import FollowedRun
 from sonde.runs.watch.terminal import terminal_view

@@ -55,7 +55,7 @@ def batch_rows(found: Branches) -> Iterator[Row]:
     yield "batch size", "rate", f"{found.unit} over the reference's", "finished", "verdict"
     ratios = {ratio.batch: ratio for ratio in found.ratios}
     for batch in sorted({b.batch for b in found.branches}):
-        own = [b for b in found.branches if b.batch == batch and b.copy == 0]
+        own = [b for b in found.branches if b.batch == batch]
         rate = next((f"{b.rate:.4g}" for b in own if b.rate is not None), "–")
         done = f"{sum(b.state == 'finished' for b in own)} of {len(own)}"
         ratio = ratios.get(batch)

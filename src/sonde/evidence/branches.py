@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -14,7 +13,7 @@ from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
 from sonde.record_values import json_number
 from sonde.stats.intervals import RatioInterval, unresolved
 
-SCHEMA = 1
+SCHEMA = 2
 State = Literal["finished", "failed", "cut off"]
 """How a branch ended: as asked; by an error; or by the user, before its end."""
 
@@ -30,8 +29,6 @@ class Branch:
         curve: held-out loss over units since the checkpoint.
         state: how it ended.
         message: why it failed, in words; empty if it did not.
-        copy: 0, or 1 for the second run of a reference, which shows whether the checkpoint resumes bit for bit.
-        trained_batch: units of one step as its log has them, which a script may round; None where that is not known.
     """
 
     batch: float
@@ -40,13 +37,11 @@ class Branch:
     curve: Curve
     state: State = "finished"
     message: str = ""
-    copy: int = 0
-    trained_batch: float | None = None
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"batch {self.batch:g}, seed {self.seed}{', second run' if self.copy else ''}"
+        return f"batch {self.batch:g}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Proxy:
     """A noise scale that stands beside the measured critical batch.
 
     Attributes:
-        name: such as "B_simple, average" or "B_noise".
+        name: such as "B_simple, average".
         metric: of the gradients: "euclidean", "adam", "sign" or "spectral".
         low: lower end of its interval; 0 for an upper bound.
         high: upper end; None for a lower bound.
@@ -81,6 +76,9 @@ class Branches:
         branches: every one, in the order in which they were planned.
         proxies: noise scales at the checkpoint, or over the reference's branches.
         loss: what the losses are: the name in the log or in the output.
+        noise: part of the units by which two runs of one branch differ: 0 where they are the same bit for bit, None
+            where they are not, and cannot be compared.
+        unverified: placeholders of which it is not known that the script uses them, and why.
     """
 
     unit: str
@@ -91,11 +89,13 @@ class Branches:
     branches: tuple[Branch, ...]
     proxies: tuple[Proxy, ...] = ()
     loss: str = "eval_loss"
+    noise: float | None = 0.0
+    unverified: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def ratios(self) -> list[UnitsRatio]:
         """Of each batch above the reference: units that it needs over those that the reference needs."""
-        references = {b.seed: b for b in self.branches if self._is_reference(b) and b.copy == 0}
+        references = {b.seed: b for b in self.branches if self._is_reference(b)}
         logs: dict[float, list[float]] = {b.batch: [] for b in self.branches if b.batch != self.reference}
         n_diverged = dict.fromkeys(logs, 0)
         for branch in self.branches:
@@ -133,23 +133,9 @@ class Branches:
             return RatioInterval("upper_bound", 0.0, high)
         return RatioInterval("resolved", low, high, ratio=from_base(found.ratio, self.reference, self.tolerance))
 
-    @cached_property
-    def ignored(self) -> dict[str, tuple[Branch, Branch]]:
-        """Two branches with the same losses, bit for bit: by the one thing, "batch" or "seed", in which they differ."""
-        found: dict[str, tuple[Branch, Branch]] = {}
-        known = [b for b in self.branches if b.state == "finished" and not (b.curve.has_diverged or b.curve.is_flat)]
-        for a, b in itertools.combinations(known, 2):
-            n = min(len(a.curve.losses), len(b.curve.losses))
-            differ = [name for name in ("batch", "seed") if getattr(a, name) != getattr(b, name)]
-            if len(differ) == 1 and n >= 2 and a.curve.losses[:n] == b.curve.losses[:n]:
-                found.setdefault(differ[0], (a, b))
-        return found
-
     @property
     def mistake(self) -> str:
         """Why these branches can show no critical batch, whatever their ratios are; empty if they can."""
-        for name, (a, b) in self.ignored.items():
-            return f"{a.name} and {b.name} have the same losses, as if the {name} were ignored"
         references = [b.curve for b in self.branches if self._is_reference(b)]
         is_stuck = bool(references) and all(curve.has_diverged or curve.is_flat for curve in references)
         return "the reference's loss does not fall" if is_stuck else ""

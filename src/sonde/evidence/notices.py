@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from sonde.evidence.branches import Branch, Branches
-from sonde.evidence.stats.loss_curves import FEWEST, falling, log_units_ratio, units_at
+from sonde.evidence.stats.loss_curves import FEWEST, falling, units_at
 from sonde.wording import count, number, percent
 
-_OTHER_BATCH = 0.01
-"""Part by which a script's batch may differ from the one that was asked for."""
 _COMPARED = 0.5
 """A batch whose last loss the reference reaches within this part of the units is hardly compared."""
 
@@ -22,12 +20,12 @@ def notices(found: Branches) -> list[str]:
     Args:
         found: branches, of which some may have failed.
     """
-    each = (_failed, _few_losses, _same_losses, _rounded, _resumes, _diverged, _hardly_compared, _flat, _too_few)
+    each = (_failed, _few_losses, _unverified, _resumes, _diverged, _hardly_compared, _flat, _too_few)
     return [sentence for look in each for sentence in look(found)]
 
 
 def _finished(found: Branches) -> list[Branch]:
-    return [branch for branch in found.branches if branch.state == "finished" and branch.copy == 0]
+    return [branch for branch in found.branches if branch.state == "finished"]
 
 
 def _failed(found: Branches) -> Iterator[str]:
@@ -43,38 +41,19 @@ def _few_losses(found: Branches) -> Iterator[str]:
             return
 
 
-def _same_losses(found: Branches) -> Iterator[str]:
-    """A script that ignores its batch or its seed."""
-    for name, (a, b) in found.ignored.items():
-        yield (
-            f"{a.name.capitalize()} and {b.name} have the same losses, bit for bit: the script ignores {{{name}}}, or "
-            "its checkpoint replaces it. Have the script use it after it has resumed."
-        )
-
-
-def _rounded(found: Branches) -> Iterator[str]:
-    own = {b.batch: b.trained_batch for b in _finished(found) if b.trained_batch}
-    other = [(batch, trained) for batch, trained in own.items() if abs(trained - batch) > _OTHER_BATCH * batch]
-    if other:
-        said = ", ".join(f"{number(trained, 4)} for {batch:g}" for batch, trained in other)
-        yield f"The script trains with other batches than it was given ({said}, as it logs): ask for batches it takes."
+def _unverified(found: Branches) -> Iterator[str]:
+    for name, why in found.unverified.items():
+        yield f"Whether the script uses {{{name}}} is not known: {why}."
 
 
 def _resumes(found: Branches) -> Iterator[str]:
     """Whether the second run of the reference is the first."""
-    for again in found.branches:
-        first = next((b for b in _finished(found) if (b.batch, b.seed) == (again.batch, again.seed)), None)
-        if again.copy and again.state == "finished" and first is not None and again.curve != first.curve:
-            log = log_units_ratio(again.curve, first.curve)
-            size = (
-                ""
-                if log is None or math.isinf(log)
-                else f": they differ by {percent(math.expm1(abs(log)))} of the units"
-            )
-            yield (
-                f"Two runs of {first.name} are not the same bit for bit{size}. The checkpoint leaves something out, or "
-                "the computation is not deterministic. This noise is in the intervals, as part of the seeds' scatter."
-            )
+    if found.noise != 0:
+        size = "" if found.noise is None else f": they differ by {percent(found.noise)} of the units"
+        yield (
+            f"Two runs of one branch are not the same bit for bit{size}. The checkpoint leaves something out, or the "
+            "computation is not deterministic. This noise is in the intervals, as part of the seeds' scatter."
+        )
 
 
 def _diverged(found: Branches) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ _SAME = 0.01
 """Part of the progress by which the checkpoint's own loss may differ from branch to branch: rounding."""
 _WANTED = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("header", "metrics", "reading"))
 _METRIC = re.compile(r"gns/(?:(\w+)/)?(\w+)")
-_OF_TRAINING = {"b_simple": "B_simple, now", "b_simple_average": "B_simple, average", "b_noise": "B_noise"}
-_OF_MEASUREMENT = {"b_simple": "B_simple", "b_noise": "B_noise"}
+_OF_TRAINING = {"b_simple": "B_simple, now", "b_simple_average": "B_simple, average"}
+_OF_MEASUREMENT = {"b_simple": "B_simple"}
 """Noise scales by the names of their metrics, in the log of a training and in that of `sonde.measure`."""
 
 
@@ -71,12 +71,14 @@ class Losses:
         trained_batch: units of one step as its log has them, or what it prints; None where that is not known.
         problem: why there are no losses, and what to do; empty if there are.
         counts_on: whether the first printed loss was taken as the checkpoint's own, since its step is no first one.
+        settings: of the optimizer's groups as its log has them, by placeholder.
     """
 
     curve: Curve
     trained_batch: float | None = None
     problem: str = ""
     counts_on: bool = False
+    settings: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
@@ -90,13 +92,25 @@ def read_losses(folder: Path, batch: float, source: LossSource) -> Losses:
     logs = _logs(folder)
     trained = next((value for log in logs if (value := _last(log, "gns/units_per_window")) is not None), None)
     if source.pattern is not None:
-        return _printed(folder / STDOUT, source, trained, batch)
+        return replace(_printed(folder / STDOUT, source, trained, batch), settings=_settings(logs))
     for log in logs:
         own = [record for record in log if record["kind"] == "metrics" and source.name in record["metrics"]]
         if own:
             per_step = trained or batch
-            return Losses(_curve((r["window"] * per_step, r["metrics"][source.name]) for r in own), trained)
+            curve = _curve((r["window"] * per_step, r["metrics"][source.name]) for r in own)
+            return Losses(curve, trained, settings=_settings(logs))
     return Losses(Curve((), ()), trained, _why_none(logs, source.name))
+
+
+def _settings(logs: Iterable[Iterable[Mapping[str, Any]]]) -> dict[str, list[float]]:
+    headers = [record for log in logs for record in log if record["kind"] == "header"]
+    found: dict[str, list[float]] = {}
+    for group in (group for header in headers for group in header["setup"].get("optimizer_settings") or ()):
+        betas = dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False))
+        for name, value in (group | betas).items():
+            if isinstance(value, float):
+                found.setdefault(name, []).append(value)
+    return found
 
 
 def _printed(file: Path, source: LossSource, trained: float | None, batch: float) -> Losses:
@@ -123,27 +137,28 @@ def _printed(file: Path, source: LossSource, trained: float | None, batch: float
     per_step = trained or batch
     places = units or [step * per_step for step in steps]
     counts_on = source.first_step is None and len(places) > 1 and places[0] > places[1] - places[0]
-    start = places[0] if counts_on else (source.first_step or 0) * per_step
+    is_alone = source.first_step is None and len(places) == 1  # it may count on: then its place is far beyond the end
+    start = places[0] if counts_on or is_alone else (source.first_step or 0) * per_step
     return Losses(_curve(zip((place - start for place in places), losses, strict=True)), trained, counts_on=counts_on)
 
 
-def check_starts(branches: Iterable[tuple[Path, float]], source: LossSource) -> None:
+def check_starts(seen: Iterable[Losses]) -> None:
     """Check that first losses which were taken as the checkpoint's own are the same in all branches.
 
     Args:
-        branches: folder and batch of some from one checkpoint.
-        source: of their losses.
+        seen: losses of some from one checkpoint.
 
     Raises:
         ValueError: if they differ, so that printed steps are no steps since the checkpoint.
     """
-    curves = [seen.curve for each in branches if (seen := read_losses(*each, source)).counts_on]
+    curves = [each.curve for each in seen if each.counts_on]
     firsts, progress = [curve.losses[0] for curve in curves], max((curve.progress for curve in curves), default=0.0)
     low, high = min(firsts, default=0.0), max(firsts, default=0.0)
     if high - low > _SAME * max(progress, 0.0):
         raise ValueError(
             f"the printed steps count on from the checkpoint, but the first printed losses ({number(low, 4)} to "
-            f"{number(high, 4)}) differ, so they are not the checkpoint's own: pass its step as --first-step"
+            f"{number(high, 4)}) differ, so they are not the checkpoint's own: pass its step as --first-step. If they "
+            "are, the held-out data are others each time: evaluate on the same"
         )
 
 
@@ -193,7 +208,7 @@ def unit_of(folders: Sequence[Path]) -> str:
 
 
 def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
-    """What the logs in some folders say at their ends: B_simple in each metric, now and on average, and B_noise.
+    """What the logs in some folders say at their ends: B_simple in each metric, now and on average.
 
     Over logs, estimates and ends of intervals are averaged in their logarithms. The interval is not made narrower by
     their number, so it is rather too wide.
@@ -208,7 +223,7 @@ def noise_scales(folders: Sequence[Path]) -> list[Proxy]:
         for key, value in last.items():
             match = _METRIC.fullmatch(key)
             if match and match[2] in names:
-                metric = "" if match[2] == "b_noise" else match[1] or headline
+                metric = match[1] or headline
                 ends = (value, *(last.get("_".join((key, end))) for end in ("low", "high")))
                 found.setdefault((names[match[2]], metric), []).append(ends)
     proxies = [_proxy(name, metric, values) for (name, metric), values in found.items()]

@@ -1,4 +1,4 @@
-"""What `sonde branch` is asked for: the command and the folder of each branch."""
+"""What `sonde branch` is asked for: the command and the folder of each run."""
 
 from __future__ import annotations
 
@@ -24,30 +24,46 @@ from sonde.evidence.shell_losses import LossSource
 ADAM = ("beta1", "beta2", "eps")
 PLACEHOLDERS = ("checkpoint", "batch", "lr", "seed", "units", "steps", "out", *ADAM, "weight_decay")
 """Names in braces that a command may hold."""
+AGAIN, LENGTHS = "again", ("steps", "units")
+"""A second run of the same command; placeholders that say when a run ends."""
+_TWINS = tuple(name for name in PLACEHOLDERS if name not in ("checkpoint", "out"))
+"""Placeholders that a script must use: each has a run of its own with another value, a twin."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")  # ${NAME} is the shell's
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One branch that is to be trained.
+    """One run that is to be trained: a branch, or the first one once more with something changed.
 
     Attributes:
         batch: units of one optimizer step.
         seed: of its data.
-        copy: 1 for the second run of the reference, otherwise 0.
         units: that it trains on.
         rate: learning rate; None where the script has its own.
         command: with all placeholders filled in.
-        folder: of this branch, an absolute path. It differs between commands, checkpoints, units and sources of losses.
+        folder: of this run, an absolute path. It differs between commands, checkpoints, units and sources of losses.
+        changed: empty for a branch. Of a second run of the first branch, `AGAIN`, or the placeholder that has another
+            value.
+        value: that it has.
+        instead_of: the first branch's value.
     """
 
     batch: float
     seed: int
-    copy: int
     units: float
     rate: float | None
     command: tuple[str, ...]
     folder: Path
+    changed: str = ""
+    value: float | None = None
+    instead_of: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.changed not in ("", AGAIN):
+            return f"check of {{{self.changed}}}"
+        return f"batch {self.batch:g}, seed {self.seed}" + (", second run" if self.changed else "")
 
 
 @dataclass(frozen=True)
@@ -86,22 +102,57 @@ class Plan:
         return _state_of(self.base.get("checkpoint"))
 
     def asked(self) -> list[Asked]:
-        """Every branch: those of the reference first, since the others are compared with them."""
-        seeds = range(1, self.n_seeds + 1)
-        others = [(batch, seed, 0) for batch in self.batches if batch != self.reference for seed in seeds]
-        wanted = [*((self.reference, seed, 0) for seed in seeds), (self.reference, 1, 1), *others]
-        return [self._asked(*each, part * self.units) for each in wanted for part in self.lengths]
+        """Every run: one branch of the reference, then its twins, which show what the script uses, then the others."""
+        used = used_placeholders(self.command)
+        first = (self.reference, 1, self.lengths[0] * self.units)
+        twins = [self._asked(*first, name) for name in (AGAIN, *_TWINS) if name == AGAIN or name in used]
+        batches = [self.reference, *(batch for batch in self.batches if batch != self.reference)]
+        one, *others = (
+            self._asked(batch, seed, part * self.units)
+            for batch in batches
+            for seed in range(1, self.n_seeds + 1)
+            for part in self.lengths
+        )
+        return [one, *twins, *others]
 
-    def _asked(self, batch: float, seed: int, copy: int, units: float) -> Asked:
-        values = self._values(batch, units) | {"seed": str(seed)}
-        command = [_filled(word, values) for word in self.command]
+    def _asked(self, batch: float, seed: int, units: float, changed: str = "") -> Asked:
+        values = self._values(batch, units) | {"seed": seed}
+        before, value = values.get(changed), self._other(changed, values)
+        if value is not None:
+            values[changed] = value
+        digits = {name: each if isinstance(each, str) else _digits(each) for name, each in values.items()}
+        command = [_filled(word, digits) for word in self.command]
         content = json.dumps([command, units, self.source.content, self.start])
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
-        folder = self.out.absolute() / f"batch-{_digits(batch)}-seed-{seed}{'-again' if copy else ''}-{digest}"
+        folder = self.out.absolute() / f"batch-{_digits(batch)}-seed-{seed}{changed and f'-{changed}'}-{digest}"
         words = tuple(_filled(word, {"out": str(folder)}) for word in command)
-        return Asked(batch, seed, copy, units, self.rates.get(batch), words, folder)
+        if changed in LENGTHS:
+            units = values["steps"] * batch if changed == "steps" else values["units"]
+        if changed == "batch":  # in as many steps
+            units *= values["batch"] / batch
+        rate = values["lr"] if self.rates else None
+        return Asked(values["batch"], values["seed"], units, rate, words, folder, changed, value, before)
 
-    def _values(self, batch: float, units: float) -> dict[str, str]:
+    def _other(self, name: str, values: Mapping[str, Any]) -> float | None:
+        """Another value of a placeholder, so far away that no script which uses it has the same losses."""
+        now = values.get(name)
+        if now is None:
+            return None
+        quarter = now / 4
+        others: dict[str, float] = {
+            "batch": min(batch for batch in self.batches if batch != self.reference),
+            "seed": self.n_seeds + 1,
+            "lr": quarter,
+            "beta1": now / 2 or 0.5,
+            "beta2": now / 2 or 0.5,
+            "eps": now + 1,  # far above what an average of squared gradients comes to
+            "weight_decay": now + 0.1 / values.get("lr", 0.01),  # a tenth of the weights with each step
+            "units": quarter,
+            "steps": math.ceil(quarter),
+        }
+        return others[name]
+
+    def _values(self, batch: float, units: float) -> dict[str, Any]:
         """Values of placeholders, but for the seed and the folder."""
         kappa, values = batch / self.reference, dict(self.base)
         values |= {"batch": batch, "units": units, "steps": math.ceil(units / batch)}
@@ -112,7 +163,7 @@ class Plan:
         if "weight_decay" in values:
             factor = self.rates[batch] / self.rates[self.reference] if self.rates else 1.0
             values["weight_decay"] = scaled_decay(values["weight_decay"], kappa, factor)
-        return {name: value if isinstance(value, str) else _digits(value) for name, value in values.items()}
+        return values
 
 
 def used_placeholders(command: Sequence[str]) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -13,7 +12,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from sonde.evidence.shell_losses import STATUS, STDERR, STDOUT, Losses, LossSour
 from sonde.evidence.shell_plan import Asked
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
-from sonde.wording import count
+from sonde.wording import count, duration
 
-LAUNCHERS = {"local": "{command}", "ray": "ray job submit -- {command}"}
-"""By name, a command with {command}, and perhaps {out}: processes on this machine; jobs of a Ray cluster."""
 _RESULT, _LAUNCHER, _SCRIPT = "result.json", "launcher.txt", "run.sh"
 _SECONDS_BETWEEN_LOOKS = 0.25
 _GRACE = 10.0
@@ -48,26 +45,45 @@ def result_of(asked: Asked) -> Branch | None:
     return branch_of_json(json.loads(file.read_text())) if file.exists() else None
 
 
-def collect(asked: Asked, source: LossSource) -> Branch:
-    """Judge a branch that has ended, and keep the result in its folder."""
+def collect(asked: Asked, source: LossSource, *, is_done: bool = False, silent: float | None = None) -> Branch:
+    """Judge a run that has ended, and keep the result in its folder.
+
+    Args:
+        asked: the run.
+        source: of its losses.
+        is_done: whether it was ended because it has shown what it was for.
+        silent: seconds without a new loss, after which it was ended.
+    """
     losses, status, units = read_losses(asked.folder, asked.batch, source), asked.folder / STATUS, asked.units
     state, message = _judged(losses, units, status.read_text().strip() if status.exists() else "", asked.folder)
+    if is_done:
+        state, message = "finished", ""
+    elif silent is not None:
+        why = losses.problem or f"its last one was after {count(max(losses.curve.units))} units"
+        state, message = (
+            "failed",
+            f"it showed no new loss for {duration(silent)} ({why}): evaluate more often, or pass --patience",
+        )
     n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
     curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
-    branch = Branch(
-        asked.batch, asked.seed, asked.rate, curve, state, message, asked.copy, trained_batch=losses.trained_batch
-    )
+    branch = Branch(asked.batch, asked.seed, asked.rate, curve, state, message)
     unfinished = asked.folder / f".{_RESULT}"
     unfinished.write_text(json.dumps(branch_as_json(branch)))
     unfinished.replace(asked.folder / _RESULT)
     return branch
 
 
+def forget(asked: Iterable[Asked]) -> None:
+    """Have runs trained again by the next command, since their script has to change. Their folders stay."""
+    for each in asked:
+        (each.folder / _RESULT).unlink(missing_ok=True)
+
+
 def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[State, str]:
     """How a branch has ended, and what to do about it."""
     points = (0.0, *losses.curve.units)
     next_point = points[-1] + max((b - a for a, b in itertools.pairwise(points)), default=0.0)
-    if _has_trained_enough(losses, units) or (status == "0" and next_point > units):
+    if has_trained_enough(losses, units) or (status == "0" and next_point > units):
         return "finished", ""
     if status != "0":
         said = next((s for name in (STDERR, STDOUT, _LAUNCHER) if (s := _last_line(folder / name))), "without a word")
@@ -80,7 +96,7 @@ def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[St
     return "cut off", f"it ended by itself after {count(points[-1])} of {count(units)} units: {remedy}"
 
 
-def _has_trained_enough(losses: Losses, units: float) -> bool:
+def has_trained_enough(losses: Losses, units: float) -> bool:
     """Whether a branch has reached its units, or a loss that is not finite."""
     curve = losses.curve
     return bool(curve.units) and (curve.units[-1] >= units * _ALMOST or not math.isfinite(curve.losses[-1]))
@@ -93,9 +109,10 @@ def _last_line(file: Path) -> str:
 
 def joined(ended: Mapping[Asked, Branch]) -> tuple[Branch, ...]:
     """Branches of several lengths as one: its losses are their last ones, and the first of all."""
-    groups: dict[tuple[float, int, int], list[Branch]] = {}
+    groups: dict[tuple[float, int], list[Branch]] = {}
     for each, branch in ended.items():
-        groups.setdefault((each.batch, each.seed, each.copy), []).append(branch)
+        if not each.changed:
+            groups.setdefault((each.batch, each.seed), []).append(branch)
     return tuple(map(_joined, groups.values()))
 
 
@@ -138,7 +155,7 @@ def launch_words(launcher: str, asked: Asked) -> list[str]:
         asked: the branch.
 
     Example:
-        >>> asked = Asked(16, 1, 0, 20000, None, ("python", "train.py"), Path("/out/one"))
+        >>> asked = Asked(16, 1, 20000, None, ("python", "train.py"), Path("/out/one"))
         >>> launch_words("srun --output {out}/log {command}", asked)
         ['srun', '--output', '/out/one/log', 'sh', '/out/one/run.sh']
     """
@@ -155,21 +172,26 @@ def train(
     *,
     launcher: str,
     n_jobs: int,
+    is_done: Callable[[Asked, Losses], bool],
+    patience: float,
     on_progress: Callable[[float], object],
 ) -> Generator[tuple[Asked, Branch]]:
-    """Train branches, some at a time, each until it has its units.
+    """Train branches and their twins, some at a time, each until it is done.
 
     Args:
-        asked: the branches.
+        asked: the runs.
         source: of their losses.
         launcher: see `launch_words`.
-        n_jobs: branches that run at the same time.
+        n_jobs: runs at the same time.
+        is_done: whether a run has shown all that it is for.
+        patience: seconds that a run may go on without a new loss.
         on_progress: called now and then with the units of the branches that run.
 
     Yields:
         Each branch that has ended. When the generator is closed, those that run are ended.
     """
     waiting, running = [*asked], dict[subprocess.Popen[bytes], Asked]()
+    heard = dict[Asked, tuple[int, float]]()  # losses of each run, and when the last one was seen
     try:
         while waiting or running:
             while waiting and len(running) < n_jobs:
@@ -180,13 +202,19 @@ def train(
                 next(iter(running)).wait(_SECONDS_BETWEEN_LOOKS)
             seen = {process: read_losses(each.folder, each.batch, source) for process, each in running.items()}
             on_progress(sum(losses.curve.units[-1] for losses in seen.values() if losses.curve.units))
-            end_processes(
-                [process for process, each in running.items() if _has_trained_enough(seen[process], each.units)]
-            )
+            done, silent = list[Asked](), list[Asked]()
+            for process, each in running.items():
+                if (n := len(seen[process].curve.units)) != heard.get(each, (-1, 0.0))[0]:
+                    heard[each] = n, time.monotonic()
+                if is_done(each, seen[process]):
+                    done.append(each)
+                elif time.monotonic() - heard[each][1] > patience:
+                    silent.append(each)
+            end_processes([process for process, each in running.items() if each in (*done, *silent)])
             for process in [process for process in running if process.poll() is not None]:
                 process.communicate(_ENDED)
                 each = running.pop(process)
-                yield each, collect(each, source)
+                yield each, collect(each, source, is_done=each in done, silent=patience if each in silent else None)
     finally:
         end_processes([*running])
         for process in running:
@@ -237,43 +265,3 @@ def _signal(processes: Sequence[subprocess.Popen[Any]], number: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-
-
-def collect_or_prepare(asked: Sequence[Asked], source: LossSource) -> list[Asked]:
-    """Collect branches that an engine of its own has ended, and prepare those that it has not been given.
-
-    Returns:
-        Branches that have not ended.
-    """
-    waiting = []
-    for each in asked:
-        kept = result_of(each)
-        if kept is None and (each.folder / STATUS).exists():
-            kept = collect(each, source)
-        elif (kept is None and not (each.folder / _SCRIPT).exists()) or (kept and kept.state != "finished"):
-            prepare(each, source)
-            kept = None
-        waiting += [each] if kept is None else []
-    return waiting
-
-
-def write_array(asked: Sequence[Asked], out: Path, n_jobs: int) -> str:
-    """Write a Slurm array script for branches that are prepared.
-
-    Its name tells which ones: tasks that wait look their branches up when they start, so no list is ever changed.
-
-    Args:
-        asked: the branches.
-        out: folder for the script.
-        n_jobs: tasks that run at the same time.
-
-    Returns:
-        The command that submits it.
-    """
-    lines = "".join(f"{each.folder / _SCRIPT}\n" for each in asked)
-    name = f"array-{hashlib.sha256(lines.encode()).hexdigest()[:10]}"
-    listed, script = out.absolute() / f"{name}.txt", out.absolute() / f"{name}.sbatch"
-    listed.write_text(lines)
-    task = f'sh "$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {shlex.quote(str(listed))})"'
-    script.write_text(f"#!/bin/sh\n#SBATCH --array=1-{len(asked)}%{n_jobs}\n{task}\n")
-    return f"sbatch {shlex.quote(str(script))}"

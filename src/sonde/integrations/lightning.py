@@ -123,6 +123,11 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
         if self._has_stepped and every and trainer.global_step % every == 0:
             pl_module.log_dict(self.guarded.metrics())
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the validation has logged, by names such as val_loss."""
+        validated = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+        self.guarded.log(**validated)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the log."""
         self.guarded.end("training ended")

@@ -128,8 +128,8 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         return counts
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        self.guarded.log(**{name: logs[name] for name in ("loss", "learning_rate", "eval_loss") if name in logs})
         if "loss" in logs:  # not of an evaluation, nor the summary at the end
-            self.guarded.log(**{name: logs[name] for name in ("loss", "learning_rate") if name in logs})
             logs = {**logs, **self.guarded.metrics()}
         return original(logs, *args, **kwargs)
 

@@ -59,7 +59,7 @@ class BatchSchedule:
         counts: "powers of two" times `smallest`, or all numbers of micro-batches that are allowed.
         pause: measured windows after a change before the next.
         monotone: never shrink the batch.
-        rule: how the rate follows the batch, as `rate_rule` of `sonde.branch`: "sqrt", "linear", "adam", "none",
+        rule: how the rate follows the batch: "sqrt", "linear", "adam", "none",
             "sgd=120", or multiples by micro-batches of a window. By default "sqrt"; for SGD "sgd=N", with N the lower
             end of the noise scale when the batch last changed.
         every: windows between two decisions; more in long runs, and where fewer windows are measured.

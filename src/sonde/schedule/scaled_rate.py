@@ -23,7 +23,7 @@ class ScaledRate:
 
     Args:
         optimizer: of torch.
-        now: called before each step, it says how the rate follows the batch, as of `sonde.branch`.
+        now: called before each step, it says how the rate follows the batch.
         allowed: whatever `now` may return.
 
     Raises:

@@ -37,7 +37,7 @@ def diverged() -> Curve:
 def plausible_branches(
     batches: tuple[float, ...] = (16.0, 32.0, 64.0, 128.0), *, seeds: int = 3, **changed: Any
 ) -> Branches:
-    """All branches, every one finished, and the reference run twice.
+    """All branches, every one finished.
 
     Args:
         batches: sizes.
@@ -49,7 +49,6 @@ def plausible_branches(
         for batch in batches
         for seed in range(seeds)
     ]
-    branches.append(Branch(REFERENCE, 0, 1e-3, curve_of(REFERENCE, 0), copy=1))
     known: dict[str, Any] = {
         "unit": "sequences",
         "reference": REFERENCE,

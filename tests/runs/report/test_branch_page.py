@@ -83,12 +83,6 @@ def test_one_seed_says_what_would_make_it_known(tmp_path: Path) -> None:
     assert "No noise scale was measured beside these branches." in text
 
 
-def test_a_script_that_ignores_its_seed_is_mended_first(tmp_path: Path) -> None:
-    same = tuple(replace(b, curve=curve_of(b.batch, 0)) for b in BRANCHES.branches)
-    text = text_of(replace(BRANCHES, branches=same), tmp_path)
-    assert "Mend this first: batch 16, seed 0 and batch 16, seed 1 have the same losses" in text
-
-
 def test_what_was_noticed_comes_first(tmp_path: Path) -> None:
     text = text_of(with_trouble(), tmp_path)
     assert text.index("Noticed in these branches") < text.index("A batch size of up to")
@@ -170,6 +164,6 @@ def test_the_command_finds_branches_in_a_folder(tmp_path: Path) -> None:
     assert write_report(file, tmp_path / "other.html") == tmp_path / "other.html"
     with pytest.raises(ValueError, match="is not a report of sonde"):
         write_report(tmp_path, file)
-    file.write_text('{"schema": 1, "unit": "sequences"}')
+    file.write_text('{"schema": 2, "unit": "sequences"}')
     with pytest.raises(ValueError, match="does not hold branches: give a folder that `sonde branch` wrote"):
         write_report(tmp_path)

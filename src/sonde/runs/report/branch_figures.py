@@ -209,5 +209,5 @@ def loss_plot(branches: Branches) -> Plot | str:
 
 
 def _drawn(branches: Branches, batch: float) -> list[Branch]:
-    of_batch = (b for b in branches.branches if b.batch == batch and b.state == "finished" and b.copy == 0)
+    of_batch = (b for b in branches.branches if b.batch == batch and b.state == "finished")
     return [b for b in of_batch if b.curve.units]

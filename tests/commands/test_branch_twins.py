@@ -1,0 +1,145 @@
+"""`sonde branch` sees whether a script uses what it is given: scripts that ignore one placeholder, and good ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sonde.cli import main
+from tests.commands.branch_scripts import LOGS, PATTERN, RESUMES
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a script, and a checkpoint of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(RESUMES)
+    subprocess.run([sys.executable, "train.py", "--save", "start.json"], check=True, stdout=subprocess.DEVNULL)
+    return tmp_path
+
+
+ADAM = "--lr {lr} --beta1 {beta1} --beta2 {beta2} --eps {eps}"
+OF_ADAM = "--lr 0.02 --beta1 0.9 --beta2 0.99 --eps 1e-8"
+DECAY, OF_DECAY = "--weight_decay {weight_decay}", "--weight-decay 0.1"
+
+
+def branch(script: str, options: str = "", wrong: str = "", batches: str = "8,16", n_seeds: int = 1) -> int:
+    words = f"train.py --resume {{checkpoint}} --batch {{batch}} {script}" + (f" --wrong {wrong}" if wrong else "")
+    given = f"--checkpoint start.json --batches {batches} --units 320 --seeds {n_seeds} --jobs 2 {options}"
+    return main(["branch", *given.split(), "--loss-regex", PATTERN, "--", *shlex.split(words)])
+
+
+@pytest.mark.parametrize(
+    ("ignored", "wrong", "script", "options"),
+    [
+        ("lr", "lr", "--lr {lr} --steps {steps}", "--lr 0.05"),
+        ("lr", "schedule", "--lr {lr} --steps {steps}", "--lr 0.02"),
+        ("beta1", "beta1", ADAM, OF_ADAM),
+        ("beta2", "beta2", ADAM, OF_ADAM),
+        ("eps", "eps", ADAM, OF_ADAM),
+        ("weight_decay", "weight_decay", DECAY, OF_DECAY),
+        ("batch", "batch", "--lr {lr}", "--lr 0.02"),
+        ("seed", "seed", "--seed {seed}", ""),
+        ("steps", "epochs", "--steps {steps}", ""),
+        ("steps", "steps", "--steps {steps}", ""),
+        ("units", "units", "--units {units}", ""),
+    ],
+    ids=lambda value: value if " " not in value else "",
+)
+def test_a_script_that_ignores_one_placeholder_is_refused(
+    ignored: str, wrong: str, script: str, options: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "branches").mkdir()
+    (folder / "branches" / "branches.json").write_text("an earlier result")
+    assert branch(script, options, wrong) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"sonde: error: the script ignores {{{ignored}}}: with " in err
+    assert (folder / "branches" / "branches.json").read_text() == "an earlier result"
+    assert "batch 16, seed 1" not in err  # nothing was trained in vain
+    # With a script that is mended, the same command trains everything anew.
+    (folder / "train.py").write_text(RESUMES.replace("args.wrong", '""'))
+    assert branch(script, options, wrong) == 0
+    assert "already" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", ["steps", "units"])
+def test_a_script_that_uses_all_of_them_is_trained(
+    length: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = f"{ADAM} {DECAY} --seed {{seed}} --{length} {{{length}}}"
+    assert branch(script, f"{OF_ADAM} {OF_DECAY} --json", n_seeds=2) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["noise"], found["unverified"]) == (0.0, {})
+    names = ("batch", "lr", "seed", length, "beta1", "beta2", "eps", "weight_decay")
+    assert {f"check of {{{name}}}" for name in names} <= {line.split(":")[0] for line in err.splitlines()}
+
+
+def test_a_script_that_is_never_the_same_cannot_be_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert branch("--lr {lr} --steps {steps}", "--lr 0.02 --json", "chance") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["noise"] or 1) > 0
+    assert "steps" not in found["unverified"]  # it ends there
+    for name in ("batch", "lr"):
+        assert "its losses differ as two equal runs do" in found["unverified"][name]
+    said = " ".join(found["notices"])
+    assert "Whether the script uses {lr} is not known: with 0.005 its losses differ as two equal runs do." in said
+    assert "Two runs of one branch are not the same bit for bit" in said
+
+
+def logged(wrong: str, batches: str = "16,40") -> int:
+    Path("logs.py").write_text(LOGS)
+    script = f"logs.py --batch {{batch}} --lr {{lr}} --steps {{steps}} --wrong {wrong}"
+    options = f"--batches {batches} --units 768 --seeds 1 --jobs 2 --lr 0.01 --json"
+    return main(["branch", *options.split(), "--", *script.split()])
+
+
+@pytest.mark.slow  # each run imports torch
+def test_a_log_shows_what_losses_cannot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of one command differ, but the log of each has the batch and the rate."""
+    assert logged("chance") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["noise"] != 0
+    assert found["unverified"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("scales", "the script changes {lr}: its log has 0.06325 where {lr} is 0.01, at batch 40"),
+        ("late", "the script ignores {lr}: with 0.0025 in place of 0.01 its losses are the same, bit for bit"),
+        ("rounds", "the script changes {batch}: its steps have 32 units where {batch} is 40"),
+    ],
+)
+def test_values_that_the_script_changes_are_refused(
+    wrong: str, sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are used, so losses differ; but they are not those of the table."""
+    assert logged(wrong) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (folder / "branches" / "branches.json").exists()
+
+
+def test_a_script_that_shows_no_loss_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").write_text("import time\nprint('step 0: val loss 1.0', flush=True)\ntime.sleep(60)")
+    assert branch("", "--patience 0.005") == 2
+    said = capsys.readouterr().err
+    assert "failed, so the others were not trained: it showed no new loss for 300 ms (its last one was after 0" in said
+    (folder / "train.py").write_text("import time\ntime.sleep(60)")
+    assert branch("", "--patience 0.005 --out other") == 2
+    assert "it showed no new loss for 300 ms (nothing that it printed matches --loss-regex" in capsys.readouterr().err
+
+
+def test_a_slow_script_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has not yet passed the end that it was given when sonde first looks."""
+    slow = RESUMES.replace("    rows = [row", "    time.sleep(0.03)\n    rows = [row")
+    (folder / "train.py").write_text(slow.replace("import argparse,", "import argparse, time,"))
+    assert branch("--steps {steps}", wrong="steps") == 2
+    assert "the script ignores {steps}: with 10 in place of 40 it should end after 80 units" in capsys.readouterr().err
