@@ -42,9 +42,10 @@ import torch
 
 from sonde.log.sinks import BRANCH_FOLDER, JsonlSink
 from sonde.log.trackers import sinks_for
-from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
+from sonde.probe import Probe, ReportSection, RolloutProbe
 from sonde.record_values import SCHEMA, check_setup, metric_values, step_number, whole_number
 from sonde.sink import TRACKERS, RecordWriter
+from sonde.stats.columns import Columns
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -139,7 +140,7 @@ class RunLog:
         *,
         unit: str,
         setup: Mapping[str, object],
-        metrics: Mapping[str, Metric],
+        metrics: Columns,
         sections: Sequence[ReportSection] = (),
     ) -> None:
         """A probe begins to write: the first begins the log with its header, each further one adds a record.
@@ -181,7 +182,7 @@ class RunLog:
         writes: Writes,
         unit: str,
         setup: Mapping[str, object],
-        metrics: Mapping[str, Metric],
+        metrics: Columns,
         sections: Sequence[ReportSection],
         *,
         raises: bool,
@@ -239,7 +240,7 @@ class RunLog:
             self._check_metrics("metrics", metrics)
             name = type(probe).__name__
             section = getattr(probe, "SECTION", None) or ReportSection(name, "", tuple(metrics))
-            declared: Mapping[str, Metric] = getattr(probe, "METRICS", {})
+            declared: Columns = getattr(probe, "METRICS", {})
             setup, raises = {"probe": name}, not self._has_begun
             self._describe("metrics", "steps", setup, declared, [section], raises=raises)
             self._metrics |= dict.fromkeys(metrics, "metrics")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sonde.batch_size.stats.one_step import CurvatureReading
-from sonde.probe import Metric, ReportSection
+from sonde.probe import ReportSection
 from sonde.record_values import whole_number
+from sonde.stats.columns import Metric
 from sonde.wording import count
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.policy_entropy import PolicyEntropyProbe
-from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.stats.attribution import Cause, Causes, Share
+from sonde.policy.stats.columns import METRICS
 from sonde.policy.stats.entropy_comparison import EntropyComparison, EntropyDifference
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
@@ -16,8 +14,6 @@ from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.record_values import json_number, metric_values, step_number
 from sonde.records import LogOrPlaces, log_of, logger
-
-METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
 
 _PROMPTS_AT_MOST = 64
 """Prompts in a record, those with the largest parts first."""

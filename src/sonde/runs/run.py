@@ -13,6 +13,7 @@ from typing import Any
 from sonde.batch_size.stats.critical_batch import as_weighed
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.policy.stats.attribution import doubt_of_parts
+from sonde.policy.stats.columns import PROMPT_NOISE as PROMPT_NOISE
 from sonde.policy.stats.forecast_point import Per, Point, forecast_point
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
@@ -461,10 +462,6 @@ class Run:
         readings: list[AnyReading] = [*self.readings, *self.policy, *self.own]
         known = [(r.window, value) for r in readings if (value := r.metrics.get(metric)) is not None]
         return [window for window, _ in known], [value for _, value in known]
-
-
-PROMPT_NOISE = "gns_prompts/b_simple"
-"""The metric with the noise scale in prompts."""
 
 
 def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInterval:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sonde.batch_size.stats.columns import OF_EACH_UNIT, OF_READING
 from sonde.batch_size.stats.critical_batch import Estimate, Verdict, as_weighed, critical, judge_batch
 from sonde.batch_size.stats.next_batch import FROM_HERE_ON, RUN_LIKE_THIS, Present, advise_batch, in_short
 from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.batch_size.stats.proxy import factor_for
+from sonde.stats.columns import taken
 from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import number, plural
 
@@ -112,13 +114,6 @@ class ConvertedReading:
     units_per_window: float | None
 
 
-_LOGGED_AS_THEY_ARE = (
-    *("b_simple", "scatter", "first_step", "grad_sq", "trace_cov", "consistency", "effective_units", "u"),
-    *("units_per_window", "windows_needed", "scale", "scale_residual"),
-)
-"""Numbers of a reading whose metric has the same name."""
-
-
 @dataclass(frozen=True)
 class NoiseScaleReading:
     """A reading of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
@@ -218,22 +213,10 @@ class NoiseScaleReading:
 
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
-        average = self.average or Estimate()
-        numbers: dict[str, float | None] = {f"gns/{name}": getattr(self, name) for name in _LOGGED_AS_THEY_ARE}
-        numbers |= {
-            "gns/b_simple_low": self.low,
-            "gns/b_simple_high": self.high,
-            "gns/b_simple_average": average.b_simple,
-            "gns/b_simple_average_low": average.low,
-            "gns/b_simple_average_high": average.high,
-            "gns/warms_up": float(self.warms_up),
-            "gns/covered": self.coverage.part if self.coverage else 1.0,
-        }
+        numbers = taken(OF_READING, self)
         for unit in self.further_units:
-            c = self.in_unit(unit)
-            numbers |= {f"gns/b_simple_{unit}": c.b_simple, f"gns/b_simple_low_{unit}": c.low}
-            numbers |= {f"gns/b_simple_high_{unit}": c.high, f"gns/units_per_window_{unit}": c.units_per_window}
-        return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
+            numbers |= {f"{name}_{unit}": n for name, n in taken(OF_EACH_UNIT, self.in_unit(unit)).items()}
+        return numbers
 
     @property
     def _now(self) -> Estimate:
