@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import operator
 from collections.abc import Mapping
@@ -133,6 +134,17 @@ def _out_of_tensor(value: Any) -> object:
 def known(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """The metrics whose numbers are known."""
     return {name: value for name, value in metrics.items() if value is not None}
+
+
+def as_json(value: Any) -> Any:
+    """A value as records hold it: a dataclass by the names of its fields, a number that is not finite as None."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {name: as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    return json_number(value) if isinstance(value, float) else value
 
 
 def json_number(value: float | None) -> float | None:

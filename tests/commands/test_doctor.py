@@ -96,8 +96,8 @@ MISTAKES = {
     "entropy_forecast": ("policy.stats.importance:prefix_log_ratio", "ratio.cumsum(1)", "0 * ratio.cumsum(1)"),
     "log": (
         "runs.reader:Contents._add_reading",
-        "False, **record}",
-        'False, **record, "metrics": {name: value and 1.01 * value for name, value in record["metrics"].items()}}',
+        "reading = filled(",
+        'record["metrics"] = {n: v and 1.01 * v for n, v in record["metrics"].items()}; reading = filled(',
     ),
 }
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
 from sonde.probe import ReportSection
-from sonde.record_values import json_number, spacing
+from sonde.record_values import as_json, json_number, spacing
 from sonde.records import METRIC_NAME, RunLog, logger
 from sonde.stats.columns import taken
 from sonde.wording import percent
@@ -258,7 +258,7 @@ class NoiseScaleLog:
             reason=reading.reason,
             advice=reading.advice,
             metrics=metrics,
-            **({"groups": _groups_record(reading)} if with_groups else {}),
+            **({"groups": as_json(reading.groups)} if with_groups else {}),
             **({"optimizer_changed": True} if reading.optimizer != self._optimizer else {}),
             dropped=dict(reading.dropped),
             alerts=interval.alerts,
@@ -297,7 +297,7 @@ class NoiseScaleLog:
         """Write a reading of the windows since the last one, with its groups, and end this probe's part of the log."""
         self.reading(time.time(), is_last=True)
         if self._lacks_groups and self._log.is_first_rank:
-            self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))
+            self._write("details", window=self._window, groups=as_json(self._tracker.reading().groups))
         self._log.leave("reading", reason, window=self._window)
 
     def _window_record(self, window: MeasuredWindow, solved: SolvedWindow) -> dict[str, object]:
@@ -387,7 +387,3 @@ def _sections(names: Iterable[str]) -> tuple[ReportSection, ...]:
         "verdict speaks of the first metric alone."
     )
     return (ReportSection("Noise scale in other metrics", text, curves),) if curves else ()
-
-
-def _groups_record(reading: NoiseScaleReading) -> dict[str, object]:
-    return {name: asdict(group) | {"high": json_number(group.high)} for name, group in reading.groups.items()}

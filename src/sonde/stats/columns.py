@@ -77,7 +77,20 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Metric:
+class Description:
+    """What a log says of a metric.
+
+    Attributes:
+        unit: of the metric.
+        meaning: in plain text, for axes and legends.
+    """
+
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Metric(Description):
     """A number of a record. Everything that is said of it stands here; its name is the key of the table that has it.
 
     Attributes:
@@ -91,8 +104,6 @@ class Metric:
         is_listed: whether the report's table "What each forecast is made of" lists it.
     """
 
-    unit: str
-    meaning: str
     of: str | Callable[[Any], float | None] = ""
     panel: Panel | None = None
     curve: Curve = Curve("line")

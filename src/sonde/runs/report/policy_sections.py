@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from sonde.policy.stats.attribution import unexplained
+from sonde.policy.stats.attribution import Share, unexplained
 from sonde.policy.stats.columns import BY_RESPONSE, COEFFICIENT, DELTA, IN_PROMPTS, METRICS, TRUST
 from sonde.runs.report.curves import TimeAxis, draw_panels
 from sonde.runs.report.figures import Plot, Section, Table
@@ -19,7 +19,7 @@ from sonde.runs.report.policy_curves import (
     prompt_noise_plot,
 )
 from sonde.runs.report.sections import other_sections, section_over_run, values_section
-from sonde.runs.run import PolicyReading, PromptPart, Run, own_value_names
+from sonde.runs.run import PolicyReading, Run, own_value_names
 from sonde.wording import number, percent
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
         heads = ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps")
         tables.append(Table(caption, heads, tuple(rows), is_code=True))
     if last is not None:
-        shares = _both_ends(sorted(last.shares, key=lambda part: part.change or 0.0))
+        shares = _both_ends(sorted(last.shares, key=lambda part: part.change))
         caption = (
             f"Forecast change by step {last.window:,} on each evaluation prompt. Sharpening: token probabilities "
             "change at the same prefixes. Drift: other prefixes, and lengths, become likelier."
@@ -187,9 +187,9 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
     return ("No forecast was made, so there are no parts by prompt.",)
 
 
-def _share_row(part: PromptPart) -> tuple[str, ...]:
-    numbers = (part.change, part.parts.get("sharpening"), part.parts.get("drift"))
-    return (_on_one_line(part.prompt), *map(number, numbers))
+def _share_row(part: Share) -> tuple[str, ...]:
+    numbers = (part.change, part.sharpening, part.drift)
+    return (_on_one_line(str(part.prompt)), *map(number, numbers))
 
 
 def _both_ends(rows: list[T]) -> list[T]:

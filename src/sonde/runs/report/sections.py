@@ -39,7 +39,7 @@ from sonde.runs.report.figures import (
 from sonde.runs.report.intervals import draw_intervals
 from sonde.runs.report.verdicts import position_text
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
-from sonde.stats.columns import Columns
+from sonde.stats.columns import Columns, Description
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, number, percent, plural, shorten
 
@@ -159,7 +159,7 @@ _NORM_TEXT = (
 )
 
 
-def value_panel(name: str, metrics: Mapping[str, Mapping[str, str]]) -> Panel:
+def value_panel(name: str, metrics: Mapping[str, Description]) -> Panel:
     """One value over the run under its own name, with its interval if it has one.
 
     Args:
@@ -167,9 +167,9 @@ def value_panel(name: str, metrics: Mapping[str, Mapping[str, str]]) -> Panel:
         metrics: unit and meaning of those that are declared.
     """
     label, metric = shorten(name), metrics.get(name)
-    curve = Curve("line", INK, metric["meaning"] if metric else "", name)
+    curve = Curve("line", INK, metric.meaning if metric else "", name)
     return Panel(
-        f"{label} ({metric['unit']})" if metric else label,
+        f"{label} ({metric.unit})" if metric else label,
         curves=interval_curves(name, curve) if f"{name}_low" in metrics else (curve,),
         hover={"value": lambda reading: number(reading.metrics.get(name), 4)},
     )
