@@ -24,7 +24,7 @@ TITAN_PIP := torch==2.14.1 torchtitan==0.3.0 datasets==4.1.1 hypothesis pytest p
 GPU_WHEELS := tyro docstring_parser typeguard typing_extensions rich markdown-it-py mdurl pygments pyyaml pytest-timeout
 GPU_PYTHON ?= 3.12
 
-.PHONY: help demo demo-entropy demo-check test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-log study study-smoke gpu-check docs docs-figures newest-torch clean
+.PHONY: help demo demo-entropy demo-check test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-advice bench-log study study-smoke gpu-check docs docs-figures newest-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make bench-budget   measure what a budget of 1 % costs; writes benchmarks/results/"
 	@echo "make bench-norm   measure the global norm and the clip; writes benchmarks/results/"
 	@echo "make bench-entropy   measure how right forecasts of entropy are, and what they cost; writes benchmarks/results/"
+	@echo "make bench-advice   follow what is advised, and time it; writes benchmarks/results/"
 	@echo "make bench-log   measure the log of a long run and its report; writes benchmarks/results/"
 	@echo "make study   compare noise scales with measured critical batch sizes (3 hours on 2 cores, JOBS=2; goes on where it ended; the figure needs Chromium)"
 	@echo "make study-smoke   a tiny piece of each kind of the study (half a minute)"
@@ -161,6 +162,10 @@ bench-norm: $(VENV)/.bench
 bench-entropy: $(VENV)/.dev
 	@echo "==> benchmarks of the entropy's forecast (about 15 minutes on 2 cores; leave the machine alone meanwhile)"
 	@$(BIN)/python -m benchmarks.entropy
+
+bench-advice: $(VENV)/.dev
+	@echo "==> benchmark of advice in time (about an hour on 1 core; leave the machine alone meanwhile; goes on where it ended)"
+	@$(BIN)/python -m benchmarks.advice
 
 bench-log: $(VENV)/.dev
 	@echo "==> benchmark of the log of a long run (less than a minute)"

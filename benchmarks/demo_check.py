@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from sonde.batch_size.stats.critical_batch import relative_steps
+from sonde.batch_size.stats.proxy import FACTORS
 from torch import Tensor, nn
 
 import sonde
 from benchmarks.machine import page
-from sonde.batch_size.stats.critical_batch import relative_steps
-from sonde.batch_size.stats.proxy import FACTORS
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.byte_lm.train import LAST_RATE, MAX_GRAD_NORM, WARMUP_STEPS, next_byte_loss
 

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 Names = dict[str, Any]
 NEEDS = {
-    ("batch-schedule.md", 3): "transformers",
     ("entropy-change.md", 1): "trl",
     # Where it is installed, tests/integrations/test_torchtitan.py does what these blocks do.
     ("torchtitan.md", 1): "torchtitan",

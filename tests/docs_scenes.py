@@ -182,20 +182,11 @@ def batch_schedule(page: Page) -> None:
     names |= {"loss_of": lambda model, rows: model(rows).mean(), "probe": noisy_gradients.attached(model, optimizer)}
     names["lr_scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
     page.run(names)
-    page.run(names)
     schedule = names["schedule"]
     assert schedule.last is not None
     assert schedule.micro_batches > 2
     assert names["lr_scheduler"].last_epoch > 200
     names["probe"].close()
-    if (of_trainer := page.run(a_trainer)) is not None:
-        assert of_trainer["trainer"].state.global_step == 14
-
-
-def a_trainer() -> Names:
-    from tests.integrations.hf_trainer import trainer_of
-
-    return {"sonde": sonde, "trainer": trainer_of(Path("trained"))}
 
 
 @scene("single-examples.md")

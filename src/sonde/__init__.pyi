@@ -10,11 +10,13 @@ from sonde.batch_size.per_example.norms import PerExampleNorms
 from sonde.batch_size.per_example.rules import NotCoveredError
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
-from sonde.batch_size.stats.critical_batch import Estimate, Tradeoff, Verdict, judge_batch, steps_and_examples
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
 from sonde.batch_size.stats.one_step import BestStep, CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
+from sonde.decision.decide import Decision, Wanted, decide
+from sonde.decision.facts import Facts
+from sonde.decision.law import Tradeoff, steps_and_examples
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.loop import branch
 from sonde.gradient_norm.clip import clip_grad_norm_, clip_grad_norm_distributed_, group_parameters_for_norm
@@ -51,11 +53,12 @@ __all__ = [
     "CausalLMStatistics",
     "Curvature",
     "CurvatureReading",
+    "Decision",
     "EntropyChangeOptions",
     "EntropyChangeProbe",
     "EntropyComparison",
     "EntropyForecast",
-    "Estimate",
+    "Facts",
     "FunctionSink",
     "GroupReading",
     "JsonlSink",
@@ -92,8 +95,8 @@ __all__ = [
     "TokenStatistics",
     "TrackioSink",
     "Tradeoff",
-    "Verdict",
     "WandbSink",
+    "Wanted",
     "WindowEstimate",
     "WindowReading",
     "__version__",
@@ -102,10 +105,10 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_norm_distributed_",
     "clip_grads_with_norm_",
+    "decide",
     "fieller_interval",
     "get_total_norm",
     "group_parameters_for_norm",
-    "judge_batch",
     "measure",
     "noise_scale",
     "probes_from_config",

@@ -91,7 +91,7 @@ def options_of(args: Sequence[str]) -> tuple[Callable[..., int], Any, list[str] 
     if hasattr(module, "USAGE"):
         from sonde.commands.run import split_command
 
-        own, script = split_command(own, name, module.USAGE, is_optional=name == "doctor")
+        own, script = split_command(own, name, module.USAGE, is_optional=name in ("advise", "doctor"))
     options_type, run = module.COMMAND
     return run, tyro.cli(options_type, prog=f"sonde {name}", args=own), script
 

@@ -83,6 +83,32 @@ def estimate(status: str, value: float | None, low: float | None, high: float | 
     return f"{number(value)} ({known})" if status == "resolved" else known
 
 
+def in_units(middle: float | None, low: float | None, high: float | None, unit: str) -> str:
+    """A number as far as it is known, with its unit.
+
+    Example:
+        >>> in_units(38.1, 31.2, 46.9, "sequences"), in_units(None, 120.0, math.inf, "sequences")
+        ('38.1 sequences [31.2 – 46.9]', 'more than 120 sequences')
+    """
+    if middle is not None:
+        return f"{number(middle)} {unit} [{number(low)} – {number(high)}]"
+    return f"{interval(low, high)} {unit}"
+
+
+def units(n: float, unit: str) -> str:
+    """A batch with its unit, a whole number where it is nearly one: "1 sequence", "16 sequences", "3.7 prompts".
+
+    A logged batch is an average, which an epoch's last windows lower a little.
+
+    Example:
+        >>> units(1, "sequences"), units(15.97, "sequences"), units(1536, "rows"), units(3.7, "prompts")
+        ('1 sequence', '16 sequences', '1,536 rows', '3.7 prompts')
+    """
+    is_whole = abs(n - round(n)) <= max(0.01 * n, 1e-6) and round(n) > 0
+    size = count(n) if is_whole else number(n, 2)
+    return f"{size} {unit.removesuffix('s') if size == '1' else unit}"
+
+
 def moment(seconds: float) -> str:
     """A point in time, in UTC.
 

@@ -21,6 +21,7 @@ import sonde  # noqa: E402
 from sonde.integrations import accelerate as integration  # noqa: E402
 from tests.integrations.accelerate_loop import Attached, accelerator, batches, loop, loss_of, network, tokens  # noqa: E402
 from tests.integrations.plain_loop import BY_PIECES, Piece, optimizer_of, plain_loop, same_numbers, weights  # noqa: E402
+from tests.schedule import noisy_gradients  # noqa: E402
 
 
 def windows_of(epochs: int = 3, weight: Any = lambda batch: 1.0) -> list[list[Piece]]:
@@ -246,6 +247,40 @@ def test_bad_arguments() -> None:
         integration.attach(a, model, optimizer)
     probe.close()
     integration.attach(a, model, optimizer, verbose=False).close()
+
+
+def test_a_batch_schedule_takes_what_accelerate_has_prepared() -> None:
+    """A loop that accumulates by itself. The schedule of the rate ends after as many rows as at the smallest batch."""
+    a, net = accelerator(gradient_accumulation_steps=1), noisy_gradients.Linear()
+    own = torch.optim.SGD(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(own, 1.0, 0.1, total_iters=1000)
+    model, optimizer, prepared = a.prepare(net, own, scheduler)
+    attached = integration.attach(a, model, optimizer, unit="rows", on_error="raise", **BY_PIECES)
+    assert attached.probe is not None
+    grows: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 50.0, "pause": 0, "verbose": False}
+    schedule, again = (sonde.BatchSchedule(attached.probe, **grows) for _ in range(2))
+
+    def train(schedule: sonde.BatchSchedule, step_lr: Any) -> list[int]:
+        counts = []
+        for window in range(60):
+            counts.append(n := schedule.micro_batches)
+            for x in noisy_gradients.micro_batches(window, n):
+                a.backward(model(x).mean() / n)
+            optimizer.step()
+            optimizer.zero_grad()
+            step_lr(prepared)
+        return counts
+
+    with pytest.raises(ValueError, match=r"pass it as scale_lr\(optimizer, lr_scheduler\)"):
+        schedule.scale_lr(optimizer)
+    schedule.scale_lr(optimizer, prepared)
+    counts = train(schedule, schedule.step_lr)
+    assert set(counts) == {2, 4, 8}
+    assert scheduler.last_epoch == sum(counts) // 2
+    schedule.close()
+    again.scale_lr(optimizer, prepared)
+    with pytest.raises(ValueError, match=r"its end would move: .*call schedule.step_lr\(lr_scheduler\)"):
+        train(again, lambda each: each.step())
 
 
 def test_guard_what_accelerate_does_at_a_backward_and_a_step() -> None:

@@ -148,7 +148,7 @@ def test_a_larger_micro_batch_is_as_good_as_more_of_them() -> None:
             model(torch.cat(micro_batches(window, schedule.micro_batches))).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert schedule.present == 8
+    assert schedule.micro_batches == 8
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,11 @@ def test_a_schedule_that_is_new_in_a_resumed_run_begins_there() -> None:
     model, optimizer, probe = made()
     train(model, optimizer, BatchSchedule(probe, **OPTIONS), range(20))
     _, optimizer, resumed = made()
-    schedule = BatchSchedule(resumed, **OPTIONS)
+    schedule, rate = BatchSchedule(resumed, **OPTIONS), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     resumed.load_state_dict(probe.state_dict())
     assert schedule.micro_batches == 2
-    assert schedule.lr_steps_due() == 0
+    schedule.step_lr(rate)
+    assert rate.last_epoch == 0
     assert schedule.last is None
     probe.close()
     resumed.close()

@@ -12,6 +12,7 @@ from torch import nn
 
 from sonde.batch_size.forward_units import FIRST_DIM, UnitsPerPiece
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
+from sonde.batch_size.last_words import speak_at_exit
 from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import PLAIN_LOOP, NoiseScaleProbe
@@ -126,7 +127,7 @@ def attach(
     ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
     with raised_on_all_ranks(model, ranks):
         options = NoiseScaleOptions(**{field.name: given[field.name] for field in fields(NoiseScaleOptions)})
-    return NoiseScaleProbe(
+    probe = NoiseScaleProbe(
         model,
         optimizer,
         options,
@@ -138,6 +139,8 @@ def attach(
         trainer=trainer,
         verbose=verbose,
     )
+    speak_at_exit(probe)
+    return probe
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class GnsProbeConfig(NoiseScaleOptions):
     def attach(self, partners: Partners) -> NoiseScaleProbe:
         """Make the probe."""
         log = RunLog(every=self.log_every) if partners.log is None else partners.log
-        return NoiseScaleProbe(
+        probe = NoiseScaleProbe(
             partners.model,
             partners.optimizer,
             self,
@@ -171,3 +174,5 @@ class GnsProbeConfig(NoiseScaleOptions):
             comm_state=partners.comm_state,
             log=log,
         )
+        speak_at_exit(probe)
+        return probe

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
 from sonde.batch_size.hooks import why_no_hook
+from sonde.batch_size.optimizers import kind_of, settings_of
 from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
-from sonde.batch_size.stats.proxy import kind_of, settings_of
 from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import (
     AdamMetric,

@@ -7,12 +7,10 @@ optimizer's step, `step` or `clip_grad_norm_` has `WindowEnds` end the window an
 
 from __future__ import annotations
 
-import atexit
 import functools
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
@@ -27,6 +25,7 @@ from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all
 from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
+from sonde.batch_size.optimizers import kind_of
 from sonde.batch_size.pace import Cost, Pace
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, LoopPieces, Units, UnitsOfPieces
 from sonde.batch_size.setup import (
@@ -37,8 +36,6 @@ from sonde.batch_size.setup import (
 )
 from sonde.batch_size.stats.averages import FixedWeights
 from sonde.batch_size.stats.columns import METRICS
-from sonde.batch_size.stats.norm_watch import OWN_NORM
-from sonde.batch_size.stats.proxy import kind_of
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
@@ -67,8 +64,6 @@ if TYPE_CHECKING:
 
 PLAIN_LOOP = "plain loop"
 """The trainer, where a script has its own loop."""
-_PATIENCE_AT_EXIT = 1.0
-"""Seconds for which a process that ends waits for the other ranks' part in the last windows."""
 
 
 class NoiseScaleProbe:
@@ -148,8 +143,9 @@ class NoiseScaleProbe:
         self._own = OwnTime()
         self._mechanism = Mechanism(model, found, self._own)
         self._scalars = Scalars(log)
-        self._closed = False
-        self._verbose, self._trainer = verbose and log.is_first_rank, trainer
+        self.is_closed = False
+        """Whether nothing is measured any more."""
+        self.is_verbose, self._trainer = verbose and log.is_first_rank, trainer
         self.run_log, self.ranks = log, wrapper.group
         """The log of the run; the ranks that windows are summed over, None for this process alone."""
         self._log_every = log.every
@@ -178,8 +174,6 @@ class NoiseScaleProbe:
         self._say(describe(self._setup(), self._tracker.unit, self._tracker.groups))
         if found.sequences_axis is not None:
             self._alert("context_axis", describe_context_axis(found.sequences_axis))
-        self._at_exit = functools.partial(_close_left_open, weakref.ref(self), os.getpid())
-        atexit.register(self._at_exit)
 
     def _read_gradients(self, comm_hook: CommHook | None, comm_state: object) -> None:
         """Make what reads gradients, and brings their numbers to the host."""
@@ -292,7 +286,6 @@ class NoiseScaleProbe:
             rounding=self._rounding(),
             fixed_weights=fixed_weights,
             optimizer=functools.partial(kind_of, found.wrapper.optimizers),
-            metric=metric,
         )
 
     # What the user calls.
@@ -321,7 +314,7 @@ class NoiseScaleProbe:
             RuntimeError: inside another piece, or when the number of units is not known.
         """
         start = time.perf_counter()
-        if self._closed:
+        if self.is_closed:
             self._check_open()
         return DeclaredPiece(self._pieces, units, weight, unit_weights, start)
 
@@ -388,7 +381,7 @@ class NoiseScaleProbe:
         """
         start = time.perf_counter()
         with self._alone:
-            if self._closed:
+            if self.is_closed:
                 self._check_open()
             if not (self._steps.is_ended_already() or self._ends.pass_quiet(start)):
                 self._ends.end(None)
@@ -426,7 +419,7 @@ class NoiseScaleProbe:
         Call it on all ranks, as they all leave out the step. Nothing happens in a window that has no pieces.
         """
         with self._alone:
-            if not self._closed and self._pieces.discard():
+            if not self.is_closed and self._pieces.discard():
                 self._reader.forget_window()
 
     def clip_grad_norm_(
@@ -482,7 +475,7 @@ class NoiseScaleProbe:
             norm: 2-norm of all gradients before the clip, 0-dim; it is not waited for.
             max_norm: the largest norm allowed; None where the norm was only taken, so that it is not in the log.
         """
-        if self._closed or not self._pace.is_measured:
+        if self.is_closed or not self._pace.is_measured:
             return
         max_norm, norm = None if is_partial(norm) else max_norm, local_tensor(norm)
         self._reader.final.note_own_norm(norm, max_norm)
@@ -596,18 +589,24 @@ class NoiseScaleProbe:
         """The alerts so far: the last message of each name."""
         return dict(self._log.alerts)
 
-    def said_at_end(self, reading: NoiseScaleReading) -> list[str]:
-        """What to say when training ends, in lines: the last reading, what looked wrong, and what to try next.
+    def known_of(self, reading: NoiseScaleReading) -> dict[str, Any]:
+        """What is known when a reading is taken: its numbers and the set-up, by the names that the log has.
 
         Args:
-            reading: the last one.
+            reading: of this probe.
         """
-        lines, alerts = [str(reading)], self.alerts
-        if "not_watched" in alerts:
-            lines.append("parameters that came or became trainable after attach are not in it")
-        lines += [alerts[OWN_NORM]] if OWN_NORM in alerts else []
-        advice = reading.next_batch(self.run_log.folder)
-        return [*lines, advice] if advice else lines
+        return {
+            "metrics": reading.metrics(),
+            "setup": self._setup(),
+            "unit": reading.unit,
+            "now": reading.now,
+            "window": self._tracker.n_seen,
+            "pieces": self._tracker.n_pieces,
+            "optimizer_changed": reading.optimizer != self._found.record.get("optimizer_kind"),
+            "batch_changed": reading.batch_changed,
+            "reason": reading.reason,
+            "wait": reading.advice,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues: a version and a text. Waits for the device.
@@ -669,12 +668,11 @@ class NoiseScaleProbe:
                 left out: a rank that has failed would never join. All ranks are waited for by default.
         """
         with self._alone:
-            if not self._closed:
-                self._closed = True
+            if not self.is_closed:
+                self.is_closed = True
                 self._end(reason, patience=patience)
 
     def _end(self, reason: str, *, patience: float) -> None:
-        atexit.unregister(self._at_exit)
         if abandon_unfinished := patience < math.inf:
             self._delivery.wait_for_ranks(patience)
         try:
@@ -703,7 +701,7 @@ class NoiseScaleProbe:
         self.close(reason, patience=math.inf if kind is None else 0.0)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("the probe is closed: attach a new one, or clip with sonde.clip_grad_norm_")
 
     def _alert(self, name: str, message: str) -> None:
@@ -721,18 +719,5 @@ class NoiseScaleProbe:
         }
 
     def _say(self, text: str) -> None:
-        if self._verbose:
+        if self.is_verbose:
             tell(text)
-
-
-def _close_left_open(probe: weakref.ref[NoiseScaleProbe], pid: int) -> None:
-    """Complete the log of a script that ends without `close()`, but for windows that peers have not summed yet.
-
-    The last reading is printed: nobody may have asked for one. A child that the script forked inherits this call. The
-    log is not the child's, and its device may be unusable there.
-    """
-    if os.getpid() == pid and (left_open := probe()) is not None:
-        left_open.close("the process ended without probe.close()", patience=_PATIENCE_AT_EXIT)
-        if left_open.n_windows:
-            for line in left_open.said_at_end(left_open._tracker.reading(with_groups=False)):
-                left_open._say(line)

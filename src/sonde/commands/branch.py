@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tyro.conf import UseAppendAction, arg
 
-from sonde.batch_size.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.commands.branch_result import print_result
+from sonde.decision.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, check_starts, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders

@@ -21,6 +21,8 @@ from sonde.batch_size.stats.one_step import CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.branch_result import print_table
 from sonde.commands.text import read_documents, sequences
+from sonde.decision.decide import decide
+from sonde.decision.facts import Facts
 from sonde.evidence.answer import Row
 from sonde.log.sinks import JsonlSink
 from sonde.parallel.devices import default_device
@@ -273,8 +275,10 @@ def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]
     if reading.b_simple is not None:
         tokens = [number(n * options.tokens) for n in (reading.b_simple, reading.low or 0.0, reading.high or 0.0)]
         yield f"In tokens: {tokens[0]} [{tokens[1]} – {tokens[2]}]"
-    if (verdict := reading.verdict) is not None:  # with --batch
-        yield f"\n{verdict.headline}\n{verdict.detail}"
+    if reading.units_per_window is not None:  # with --batch
+        facts = Facts(reading.unit, reading.units_per_window, reading.now, reason=reading.reason, wait=reading.advice)
+        found = decide(facts)
+        yield "\n" + "\n".join((found.sentence, found.reason, *found.notes))
     elif reading.b_simple is not None:
         yield (
             "In published runs, the critical batch size was 0.1 to 20 times the noise scale: `sonde branch` measures "

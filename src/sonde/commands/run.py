@@ -24,7 +24,7 @@ from tyro.conf import arg
 from sonde.log.sinks import in_branch
 
 USAGE = "sonde run [options] -- train.py …"
-_ON_START = Path(__file__).parent / "run_script" / "on_start"
+ON_START = Path(__file__).parent / "run_script" / "on_start"
 _STARTERS = ("python", "torchrun", "accelerate")
 """Programs that start scripts, by the beginning of their names."""
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
@@ -219,7 +219,7 @@ def environment_of(
     pid = os.getpid() if options.nproc is None else 0  # the command becomes the script, or torchrun
     settings = Settings(tuple(command), str(folder.absolute()), start, pid, **handed_on, for_doctor=for_doctor)
     before = environment.get("PYTHONPATH")
-    path = str(_ON_START) if not before else f"{_ON_START}{os.pathsep}{before}"
+    path = str(ON_START) if not before else f"{ON_START}{os.pathsep}{before}"
     return dict(environment) | {VARIABLE: settings.in_environment(), "PYTHONPATH": path}
 
 

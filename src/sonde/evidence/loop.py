@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.stats.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.batch_size.step_watch import is_followed
 from sonde.console import stack_level, tell
+from sonde.decision.rate_rules import DECAYED, FALLING, WITH_DECAY
 from sonde.evidence.answer import advice, headline
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.kept_state import KeptState

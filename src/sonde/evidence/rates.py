@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.rate_rules import (
+from sonde.decision.rate_rules import (
     WITH_BETAS,
     adam_settings,
     parsed_rule,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sonde.batch_size.stats.rate_rules import (
+from sonde.decision.rate_rules import (
     WITH_BETAS,
     adam_settings,
     parsed_rule,

@@ -117,7 +117,7 @@ class AccelerateProbe(Attached):
         self, accelerator: Accelerator, model: nn.Module, optimizer: Any, guarded: GuardedProbe, how: Any, clips: bool
     ) -> None:
         super().__init__(guarded)
-        self.accelerator, self.optimizer, self._model, self._has_news = accelerator, optimizer, model, False
+        self._accelerator, self._model, self._has_news = accelerator, model, False
         guarded.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=how or self._counts)
         self._clips = clips
         wrappers: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_, "backward": self._backward}
@@ -146,12 +146,12 @@ class AccelerateProbe(Attached):
             return self.guarded.watched(original, parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
-        self.accelerator.unscale_gradients()
-        clip = self.guarded.clip if is_whole and self.accelerator.sync_gradients else clip_grad_norm_
+        self._accelerator.unscale_gradients()
+        clip = self.guarded.clip if is_whole and self._accelerator.sync_gradients else clip_grad_norm_
         return clip(parameters, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-        if not self.accelerator.sync_gradients:
+        if not self._accelerator.sync_gradients:
             return original(closure)
         self._has_news = True
         if closure is None:
@@ -163,7 +163,7 @@ class AccelerateProbe(Attached):
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """A loop may zero gradients without a step, as where the loss has a spike."""
-        if self.accelerator.sync_gradients:  # otherwise Accelerate leaves the gradients as they are
+        if self._accelerator.sync_gradients:  # otherwise Accelerate leaves the gradients as they are
             self.guarded.zeroed()
         original(*args, **kwargs)
 
@@ -180,7 +180,7 @@ class AccelerateProbe(Attached):
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         state = self.guarded.state_dict()
-        if state is not None and self.accelerator.is_main_process:
+        if state is not None and self._accelerator.is_main_process:
             with self.guarded.forgiven("the checkpoint lacks the averages of the noise scale"):
                 (Path(folder) / SAVED_AS).write_text(json.dumps(state))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.batch_size.attach import attach
+from sonde.batch_size.last_words import said_at_end
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.reading import NoiseScaleReading
@@ -106,7 +107,7 @@ class GuardedProbe:
         self._on_error, self._verbose = checked_on_error(on_error), verbose
         self._last: NoiseScaleReading | None = None
         self.said_at_end: Sequence[str] = ()
-        """See `NoiseScaleProbe.said_at_end`; of a training that has ended."""
+        """See `last_words.said_at_end`; of a training that has ended."""
         self._final_state: dict[str, Any] | None = None
         self._is_open = self._has_pieces = self._is_clipped = False
         """Whether a piece goes on; whether the present window has pieces; whether a clip has ended it."""
@@ -310,7 +311,7 @@ class GuardedProbe:
     def keep(self, probe: NoiseScaleProbe) -> None:
         """Keep the last reading and state of a probe that is closed, and print the reading."""
         self._last, self._final_state = self._read(probe), probe.state_dict()
-        self.said_at_end = probe.said_at_end(self._last)
+        self.said_at_end = said_at_end(probe, self._last)
         if self._verbose and self._run_log.is_first_rank:
             for text in self.said_at_end:
                 tell(text)

@@ -96,7 +96,7 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Trainer, batches: MicroBatches, guarded: GuardedProbe) -> None:
         super().__init__(guarded)
-        self.trainer, self._batches = trainer, batches
+        self._trainer, self._batches = trainer, batches
         guarded.backward = "self.accelerator.backward(loss)"
         guarded.reads_parts = True  # the trainer logs item() of the norm
         methods: dict[str, Any] = {"train": guarded.train, "training_step": self._training_step, "log": self._log}
@@ -118,7 +118,7 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
             piece.enter_context(self.guarded.piece(lambda: self._count(inputs_of_piece, loss, num_items_in_batch)))
             return original(loss, *args, **kwargs)
 
-        with WrappedMethods(self.trainer.accelerator, backward=backward), piece:
+        with WrappedMethods(self._trainer.accelerator, backward=backward), piece:
             return original(model, inputs, num_items_in_batch)
 
     def _count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
@@ -136,14 +136,14 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Add the averages to the trainer's state. A callback after this one may have asked for the checkpoint."""
         if (averages := self.guarded.state_dict()) is not None:
-            self.trainer.state.stateful_callbacks[SAVED_AS] = averages
+            self._trainer.state.stateful_callbacks[SAVED_AS] = averages
         return original(*args, **kwargs)
 
     # Events of the trainer, in their order.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach: the model has its wrapper, and the optimizer exists."""
-        trainer, averages = self.trainer, state.stateful_callbacks.get(SAVED_AS)
+        trainer, averages = self._trainer, state.stateful_callbacks.get(SAVED_AS)
         scaler = trainer.accelerator.scaler
         self.guarded.begin(trainer.model_wrapped, trainer.optimizer, state=averages, grad_scaler=scaler)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sonde.batch_size.stats.proxy import kind_of, settings_of
+from sonde.batch_size.optimizers import kind_of, settings_of
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together

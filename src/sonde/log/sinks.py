@@ -153,6 +153,8 @@ def _last_line_is_torn(path: Path) -> bool:
 
 RECORDS_NAME = "records.jsonl"
 """Name of the log in a run's folder."""
+TRIAL = "SONDE_TRIAL"
+"""Environment variable of a script that `sonde advise --try` has started: the file for the times of its steps."""
 BRANCH_FOLDER, BRANCH_LOSS = "SONDE_BRANCH", "SONDE_BRANCH_LOSS"
 """Environment variables of a script that `sonde branch` has started: the branch's folder, and the name of its loss."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sonde.batch_size.stats.columns import AVERAGE, BATCH, NOISE_SCALE
-from sonde.batch_size.stats.critical_batch import as_weighed
 from sonde.batch_size.stats.reading import GroupReading
+from sonde.decision.law import as_weighed
 from sonde.policy.stats.attribution import Causes, Share
 from sonde.policy.stats.columns import PROMPT_NOISE as PROMPT_NOISE
 from sonde.policy.stats.forecast_point import ComparedLoss, Per, Point, forecast_point
@@ -20,7 +19,7 @@ from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
 from sonde.runs.values import Moment
 from sonde.stats.columns import Description
-from sonde.stats.intervals import RatioInterval, Status
+from sonde.stats.intervals import RatioInterval, Status, logged_interval
 from sonde.wording import plural
 
 
@@ -389,26 +388,6 @@ class Run:
         readings: list[AnyReading] = [*self.readings, *self.policy, *self.own]
         known = [(r.window, value) for r in readings if (value := r.metrics.get(metric)) is not None]
         return [window for window, _ in known], [value for _, value in known]
-
-
-def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInterval:
-    """The interval of a noise scale whose estimate is the metric `name` and whose ends are `name` + "_low", "_high".
-
-    A log holds no infinity: the unknown end of a bound is None. The estimate is None unless both ends are known.
-
-    Example:
-        >>> metrics = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
-        >>> logged_interval(metrics, "gns_prompts/b_simple").status
-        'upper_bound'
-    """
-    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
-    if low is None:
-        return RatioInterval("unresolved", None, None)
-    if metrics.get(name) is not None:
-        return RatioInterval("resolved", low, high, ratio=metrics[name])
-    if high is None:
-        return RatioInterval("lower_bound", low, math.inf)
-    return RatioInterval("upper_bound", low, high)
 
 
 def logged_batch(metrics: Mapping[str, float | None], unit: str) -> tuple[float | None, str]:

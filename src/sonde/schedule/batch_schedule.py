@@ -152,8 +152,6 @@ class BatchSchedule:
         self._by_loop: dict[Any, tuple[int, int] | None] = {}
         """The others that `scale_lr` was given: the first window, and the steps that they had then."""
         self._rates: list[ScaledRate] = []
-        self.counted: int | None = None
-        """Micro-batches of the window that ends, where a trainer's integration counts them; None: as many as meant."""
         self.last: Decision | None = None
         """The last decision; None before the first."""
         probe.note_rate_factor(lambda: self.rate_factor)
@@ -187,24 +185,19 @@ class BatchSchedule:
         Raises:
             ValueError: with both sizes.
         """
-        window, each = self._probe.window(), self._units_per_micro_batch
+        window, said, each = self._probe.window(), self._state.micro_batches, self._units_per_micro_batch
         if window is None or window is self._seen or each is None:
             return
         self._seen, n = window, window.effective_units / each
-        self._n_unlike = None if 1 / _UNLIKE < n / self.present < _UNLIKE else (self._n_unlike or 0) + 1
+        self._n_unlike = None if 1 / _UNLIKE < n / said < _UNLIKE else (self._n_unlike or 0) + 1
         if (self._n_unlike or 0) >= _MOST_UNLIKE:
             raise ValueError(
-                f"windows must have the {self.present} micro-batches of {number(each)} {self._unit} that the schedule "
+                f"windows must have the {said} micro-batches of {number(each)} {self._unit} that the schedule "
                 f"says, and the last {_MOST_UNLIKE} measured ones had not; the last one had "
                 f"{number(window.effective_units)} {self._unit}: read schedule.micro_batches at the beginning of each "
                 "window, and take as many. If an epoch has fewer, lower largest=; if a micro-batch has another size "
                 "than in the checkpoint, make a new schedule"
             )
-
-    @property
-    def present(self) -> int:
-        """How many micro-batches the present window has, on each rank; reading it decides nothing."""
-        return self._state.micro_batches
 
     def _decide(self) -> None:
         of_ranks = gather_objects(self._probe.ranks, self._of_rank)
@@ -230,16 +223,16 @@ class BatchSchedule:
         for scheduler, began in self._by_loop.items():
             if began and 2 * (scheduler.last_epoch - began[1]) > self._probe.n_windows - began[0]:
                 raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
-        reading, n_windows, n = self._probe.reading(with_groups=False), self._probe.n_windows, self.present
+        reading, n_windows = self._probe.reading(with_groups=False), self._probe.n_windows
         same = (self.batch_rule, self._state, n_windows)
         # One window in so many is measured: a decision before the next would learn nothing.
         every = max(spacing(self._every, n_windows), round(reading.every))
         if (batch := reading.effective_units or reading.units_per_window) is None:
             return same, None, every
         # Learnt before the batch changes: averages of units lag behind a change.
-        per_micro_batch = self._units_per_micro_batch or batch / n
+        per_micro_batch = self._units_per_micro_batch or batch / self._state.micro_batches
         high = None if reading.status == "lower_bound" else reading.high
-        average_low = reading.average.low if reading.average and reading.average.b_simple is not None else None
+        average_low = reading.average.low if reading.average and reading.average.ratio is not None else None
         now = NoiseScaleNow(reading.b_simple, reading.low, high, average_low, per_micro_batch, reading.windows)
         return same, now, every
 
@@ -283,10 +276,10 @@ class BatchSchedule:
             each = 1.0 if isinstance(rule, Mapping) else self._units_per_micro_batch or 1.0
             is_capped = self._rate_rule is None and rule == "linear" and self._state.noise_scale
             now = f"sgd={self._state.noise_scale}" if is_capped else rule
-            return now, each * (n or self.present), each * self.batch_rule.smallest
+            return now, each * (n or self._state.micro_batches), each * self.batch_rule.smallest
 
         self._rates.append(ScaledRate(optimizer, at, map(at, self.batch_rule.allowed)))
-        if hasattr(scheduler, "last_epoch") and not follows_loss(scheduler):
+        if hasattr(scheduler, "last_epoch") and not _follows_loss(scheduler):
             self._by_loop[scheduler] = None
 
     @property
@@ -308,33 +301,17 @@ class BatchSchedule:
         """
         given = [getattr(each, "scheduler", each) for each in lr_schedulers]
         self._steps_lr = self._steps_lr or given
-        if given != self._steps_lr or any(map(follows_loss, given)):
+        if given != self._steps_lr or any(map(_follows_loss, given)):
             raise ValueError(
                 "step_lr takes all schedules of the rate in one call, and the same in every call: "
                 "schedule.step_lr(first, second). Step those that follow a loss, as ReduceLROnPlateau, by yourself"
             )
         self._by_loop = {each: began for each, began in self._by_loop.items() if each not in given}
-        for _ in range(self._due()):
+        n_windows, self._stepped = self._probe.n_windows - self._stepped, self._probe.n_windows
+        due, self._owed = divmod(self._owed + n_windows * self._state.micro_batches, self.batch_rule.smallest)
+        for _ in range(due):
             for each in lr_schedulers:
                 each.step()
-
-    def lr_steps_due(self) -> int:
-        """Steps of a schedule of the rate, counted in smallest batches, since this was asked last.
-
-        A short window at the end of an epoch counts as a whole number of smallest batches, as it would at the smallest.
-        """
-        self._by_loop = {}
-        return self._due()
-
-    def _due(self) -> int:
-        n_windows, self._stepped = self._probe.n_windows - self._stepped, self._probe.n_windows
-        if not n_windows:
-            return 0
-        n = self.present if self.counted is None else self.counted
-        due, self._owed = divmod(self._owed + n_windows * n, self.batch_rule.smallest)
-        if n < self.present and self._owed:
-            due, self._owed = due + 1, 0
-        return due
 
     def close(self) -> None:
         """Leave optimizers as they were: their steps are taken at their own rates."""
@@ -385,7 +362,7 @@ class BatchSchedule:
         return {"probe": type(self).__name__} | rule
 
 
-def follows_loss(scheduler: Any) -> bool:
+def _follows_loss(scheduler: Any) -> bool:
     """Whether each step of a schedule of the rate takes a loss, as those of ReduceLROnPlateau do."""
     return "metrics" in inspect.signature(scheduler.step).parameters
 

@@ -138,7 +138,7 @@ def _taken(of: str | Callable[[Any], float | None], measured: Any) -> float | No
 
 
 def interval(name: str, unit: str, meaning: str, *, of: str = "", value: str = "b_simple", **drawn: Any) -> Columns:
-    """The three columns of an interval. `sonde.runs.run.logged_interval` reads them back.
+    """The three columns of an interval. `sonde.stats.intervals.logged_interval` reads them back.
 
     Args:
         name: of the estimate. The ends are `name` with "_low" and "_high".

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -47,6 +48,26 @@ class RatioInterval:
 def unresolved(reason: str) -> RatioInterval:
     """Nothing is known of a ratio, for a reason."""
     return RatioInterval("unresolved", None, None, reason)
+
+
+def logged_interval(metrics: Mapping[str, float | None], name: str) -> RatioInterval:
+    """The interval of a noise scale whose estimate is the metric `name` and whose ends are `name` + "_low", "_high".
+
+    A log holds no infinity: the unknown end of a bound is None. The estimate is None unless both ends are known.
+
+    Example:
+        >>> metrics = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
+        >>> logged_interval(metrics, "gns_prompts/b_simple").status
+        'upper_bound'
+    """
+    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+    if low is None:
+        return unresolved("")
+    if metrics.get(name) is not None:
+        return RatioInterval("resolved", low, high, ratio=metrics[name])
+    if high is None:
+        return RatioInterval("lower_bound", low, math.inf)
+    return RatioInterval("upper_bound", low, high)
 
 
 TOO_FEW_WINDOWS = unresolved("too few windows for an interval: measure more")

@@ -171,7 +171,7 @@ def test_a_noise_scale_in_prompts_of_which_one_limit_is_known(
     text = visible_text(write_report(write_policy_run(tmp_path, 4, metrics=record["metrics"] | ends)))
     assert f"Average noise scale {sentences}" in text
     assert legend in text
-    section = text.split("Noise scale in prompts")[1].split("What each forecast is made of")[0]
+    section = text.split("The noise scale in prompts is the number")[1].split("What each forecast is made of")[0]
     for other in ("lower bound: the value", "upper bound: the value", "its confidence interval"):
         assert (other in section) == (other in legend)
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.critical_batch import BARELY_KNOWN, GUESSED, WELL_KNOWN, Estimate, windows_needed
+from sonde.batch_size.stats.better_known import BARELY_KNOWN, GUESSED, WELL_KNOWN, windows_needed
 from sonde.batch_size.stats.filter import Block, Blocks, NoiseScaleFilter, on_host
 from sonde.batch_size.stats.reading import GroupReading, Series, group_reading
 from sonde.batch_size.stats.window_row import SolvedWindow
@@ -252,7 +252,7 @@ class FixedWeights:
         """
         return {
             "advice": self._advice(total, unit),
-            "average": Estimate(total.ratio, total.low, total.high) if self._units else None,
+            "average": total if self._units else None,
             # Windows grow, so their number grows as the root of that of units.
             "windows_needed": windows_needed(total.log_error, len(self._units), power=1),
         }

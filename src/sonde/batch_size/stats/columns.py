@@ -39,7 +39,7 @@ OF_WINDOW: Columns = {
 OF_EACH_METRIC: Columns = {
     **interval(NOISE_SCALE, UNIT, "noise scale now", panel=_SCALE, curve=Curve("interval", BLUE)),
     **interval(AVERAGE, UNIT, "average over the run: noise scale so far, each step weighted by its progress",
-               of="average", panel=_SCALE, curve=Curve("dotted", INK)),
+               of="average", value="ratio", panel=_SCALE, curve=Curve("dotted", INK)),
     **OF_WINDOW,
 }  # fmt: skip
 """What is logged in every metric that gradients are measured in."""

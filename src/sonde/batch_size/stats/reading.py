@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sonde.batch_size.stats.columns import OF_EACH_UNIT, OF_READING
-from sonde.batch_size.stats.critical_batch import Estimate, Verdict, as_weighed, critical, judge_batch
-from sonde.batch_size.stats.next_batch import FROM_HERE_ON, RUN_LIKE_THIS, Present, advise_batch, in_short
 from sonde.batch_size.stats.noise_scale import RatioAverage
-from sonde.batch_size.stats.proxy import factor_for
 from sonde.stats.columns import taken
 from sonde.stats.intervals import RatioInterval, Status
-from sonde.wording import number, plural
+from sonde.wording import in_units, number, plural, units
 
 ENOUGH_COVERED = 0.995
 """Part of |F|² from which on no alert is raised. At most 0.5 % of |F|² = |G|² (1 + B_simple/B) are left out then. Where
@@ -155,9 +152,6 @@ class NoiseScaleReading:
         coverage: the part of the model that the numbers speak of; None if it is the whole model.
         optimizer: the optimizers that were given to attach, such as "SGD (β = 0.9)"; empty without, and after a reading
             that found β or another of their options changed, as by a cycle of momentum.
-        metric: of the noise scale.
-        ranks: data-parallel ranks.
-        pieces: of the last window, on all of them.
         batch_changed: whether the batch was another one at the beginning, so that nothing is said of the whole run.
     """
 
@@ -168,7 +162,7 @@ class NoiseScaleReading:
     reason: str
     advice: str
     scatter: float | None
-    average: Estimate | None
+    average: RatioInterval | None
     grad_sq: float | None
     trace_cov: float | None
     units_per_window: float | None
@@ -190,9 +184,6 @@ class NoiseScaleReading:
     coverage: Coverage | None = None
     further_units: Mapping[str, float | None] = field(default_factory=dict)
     optimizer: str = ""
-    metric: str = "euclidean"
-    ranks: int = 1
-    pieces: int = 1
     batch_changed: bool = False
 
     def in_unit(self, name: str) -> ConvertedReading:
@@ -219,73 +210,25 @@ class NoiseScaleReading:
         return numbers
 
     @property
-    def _now(self) -> Estimate:
-        return Estimate(self.b_simple, self.low, self.high)
-
-    @property
-    def _of_run(self) -> Estimate | None:
-        """The average, where it says something of a run like this one."""
-        return self.average if self.n_steps and not self.batch_changed else None
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """A judgement of the batch size; None before the first window. `sonde.judge_batch` judges another batch."""
-        if self.units_per_window is None:
-            return None
-        batch, unit = as_weighed(self.units_per_window, self.effective_units, self.unit)
-        return judge_batch(
-            batch,
-            unit=unit,
-            now=self._now,
-            of_run=self._of_run,
-            n_steps=self.n_steps,
-            first_step=self.first_step,
-            warms_up=self.warms_up,
-            reason=self.reason,
-            advice=self.advice,
-            optimizer=self.optimizer,
-            metric=self.metric,
-        )
-
-    def next_batch(self, log: object = None) -> str:
-        """What to try next, in one line; empty where there is no verdict.
-
-        Args:
-            log: folder of the run's log, of which `sonde advise` says more; None without.
-        """
-        verdict = self.verdict
-        if verdict is None or not verdict.in_short:
-            return ""
-        batch = self.units_per_window or 1.0
-        counted = batch / as_weighed(batch, self.effective_units, self.unit)[0]  # units for one that counts
-        present = Present(batch, 1.0, max(self.pieces, self.ranks), self.ranks, ranks_at_most=self.ranks)
-        advised = {}
-        for scope, known in ((RUN_LIKE_THIS, self._of_run or Estimate()), (FROM_HERE_ON, self._now)):
-            if known.is_known:
-                here = scope == FROM_HERE_ON
-                factor = factor_for(self.unit, self.optimizer, self.metric, from_here_on=here)
-                advised[scope] = advise_batch(present, critical(known.times(counted), factor))
-        more = "" if log is None else f". More: sonde advise {log}"
-        return f"advice  {in_short(self.unit, advised)}{more}"
+    def now(self) -> RatioInterval:
+        """The noise scale now, as far as it is known."""
+        return RatioInterval(self.status, self.low, self.high, self.reason, self.b_simple)
 
     def __str__(self) -> str:
-        batch = f"batch {number(self.units_per_window, 4)}, " if self.units_per_window is not None else ""
+        batch = f"batch {units(self.units_per_window, self.unit)}, " if self.units_per_window is not None else ""
         of_these = f" measured, one in {number(self.every)}" if self.every >= 1.1 else ""
         dropped = f", {sum(self.dropped.values())} dropped" if self.dropped else ""
         seen = f"{batch}{plural(self.windows, 'window')}{of_these}{dropped}"
         seen += f" ({self.coverage})" if self.coverage is not None else ""
-        verdict = self.verdict
-        judged = f": {verdict.in_short}" if verdict and verdict.in_short else ""
-        advice = verdict.advice if verdict else self.advice
-        judged += f"; {advice}" if advice and self.status != "resolved" else ""
         average = self.average
-        if average is not None and average.b_simple is not None and self.n_steps:
+        if average is not None and average.ratio is not None and self.n_steps:
             over = "over the run" if self.first_step == 1 else f"from step {self.first_step:,} on"
-            seen = f"{number(average.b_simple)} {over}, {seen}"
+            seen = f"{number(average.ratio)} {over}, {seen}"
+        helps = f"; {self.advice}" if self.advice and self.status != "resolved" else ""
         if self.status == "unresolved":
             return f"B_simple not known yet ({self.reason}), {seen}"
         if self.status == "resolved":
             also = "".join(f" = {number(c.b_simple)} {c.unit}" for c in map(self.in_unit, self.further_units))
-            return f"B_simple {self._now.in_words(self.unit)}{also}, {seen}{judged}"
+            return f"B_simple {in_units(self.b_simple, self.low, self.high, self.unit)}{also}, {seen}"
         sign, end = (">", self.low) if self.status == "lower_bound" else ("<", self.high)
-        return f"B_simple {sign} {number(end)} {self.unit}, {seen}{judged}"
+        return f"B_simple {sign} {number(end)} {self.unit}, {seen}{helps}"

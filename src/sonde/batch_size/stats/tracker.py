@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sonde.batch_size.stats.averages import FixedWeights, WindowsOfRun
-from sonde.batch_size.stats.critical_batch import Estimate, advise, are_alike, windows_needed
+from sonde.batch_size.stats.better_known import what_helps, windows_needed
 from sonde.batch_size.stats.dependence import Dependence
 from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.batch_size.stats.reading import Coverage, NoiseScaleReading, Series, group_reading
@@ -22,6 +22,7 @@ from sonde.batch_size.stats.window_row import (
     solve_window,
     why_unusable,
 )
+from sonde.decision.law import are_alike
 from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.stats.sealed_state import Stateful
 from sonde.wording import plural
@@ -50,13 +51,12 @@ class NoiseScaleTracker(Stateful):
         least_sq_norm: below it, squares of gradients have lost digits to underflow.
         fixed_weights: averages the windows of a model that does not train; None for one that trains.
         optimizer: says the kind of the optimizers as they are now, for readings.
-        metric: of the gradients that rows hold, likewise.
     """
 
     STATE = (
         *("run", "windows", "n_seen", "dependence", "dropped", "_last_drop", "_n_missing", "u", "scale"),
         *("scale_residual", "_effective", "_units", "_last_units", "_n_equal", "_further", "_optimizer"),
-        *("_n_pieces", "_batch_changed"),
+        *("n_pieces", "_batch_changed"),
     )
 
     def __init__(
@@ -70,9 +70,8 @@ class NoiseScaleTracker(Stateful):
         least_sq_norm: float = 0.0,
         fixed_weights: FixedWeights | None = None,
         optimizer: Callable[[], str] = str,
-        metric: str = "euclidean",
     ) -> None:
-        self._kind_now, self._optimizer, self._metric = optimizer, optimizer(), metric
+        self._kind_now, self._optimizer = optimizer, optimizer()
         self.unit, self.groups, self.further_units = unit, tuple(groups), tuple(further_units)
         self.rounding, self._n_ranks, self._least_sq_norm = rounding, n_ranks, least_sq_norm
         self._fixed_weights, self.at_fixed_weights = fixed_weights, fixed_weights is not None
@@ -81,8 +80,10 @@ class NoiseScaleTracker(Stateful):
         self.run = WindowsOfRun(self.groups)
         self.rate_factor: Callable[[], float] = lambda: 1.0
         """By what a batch schedule multiplies the learning rate now."""
-        self._n_pieces, self._batch_changed = 1, False
-        """Pieces of the last window, and whether batches had another size since this object was made."""
+        self.n_pieces = 1
+        """Pieces of the last window, on all ranks."""
+        self._batch_changed = False
+        """Whether batches had another size since this object was made."""
         self.windows = 0
         """Windows that were averaged."""
         self.n_seen = 0
@@ -122,7 +123,7 @@ class NoiseScaleTracker(Stateful):
         """
         self.last = None
         self.n_seen = self.n_seen + 1 if number is None else number
-        self._n_pieces = row.n_pieces or self._n_pieces
+        self.n_pieces = row.n_pieces or self.n_pieces
         scale = self._read_scale(row, row)
         apart = {name: self._read_scale(pieces, row) for name, pieces in row.apart.items()}
         drop = why_unusable(
@@ -230,9 +231,6 @@ class NoiseScaleTracker(Stateful):
             groups={n: g for n, g in zip(self.groups, groups, strict=False) if (g.trace_cov, g.grad_sq) != (0.0, 0.0)},
             coverage=self.coverage,
             optimizer=self._optimizer,
-            metric=self._metric,
-            ranks=self._n_ranks,
-            pieces=self._n_pieces,
             batch_changed=self._batch_changed,
         )
 
@@ -256,9 +254,9 @@ class NoiseScaleTracker(Stateful):
         every = max(recent.n_steps / recent.n_windows * used, 1.0)
         average = run.average()
         facts |= {
-            "advice": advise(levels[0].status, log_error, n_steps=run.blocks.n_steps, every=every),
+            "advice": what_helps(levels[0].status, log_error, n_steps=run.blocks.n_steps, every=every),
             "scatter": recent.scatter if levels[0].status == "resolved" else None,
-            "average": Estimate(average.ratio, average.low, average.high),
+            "average": average,
             "windows_needed": windows_needed(log_error, recent.n_windows),
             "every": every,
         }

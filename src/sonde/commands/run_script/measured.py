@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.found_model import RanksOfModel, raised_on_all_ranks
+from sonde.batch_size.last_words import said_at_end
 from sonde.batch_size.probe import PLAIN_LOOP, NoiseScaleProbe
 from sonde.commands.run_script.model_search import ModelOfOptimizers, trainable
 from sonde.commands.run_script.settings import LogOfScript, Settings
@@ -122,7 +123,7 @@ class MeasuredModel:
             return (f"no step of {self.name} could be measured: see above",)
         if not probe.n_windows:
             return (f"no step of {self.name} was measured",)
-        return probe.said_at_end(reading)
+        return said_at_end(probe, reading)
 
 
 def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -> NoiseScaleProbe:

@@ -24,11 +24,12 @@ from sonde.demos.byte_lm.task import find_sources
 from sonde.demos.byte_lm.train import train_rank
 from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
-from sonde.runs.advice import logged
 from sonde.runs.reader import read_run
+from sonde.runs.report.verdicts import batch_size_panel
 
 FAILED = 1
-_VERDICT_STYLES = {"about_right": "green", "too_small": "yellow", "too_large": "yellow"}
+_STYLES = {"keep": "green", "wait": "cyan"}
+"""Colours of the decision; yellow for all others."""
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -163,9 +164,8 @@ def end(setup: Setup, console: Console) -> int:
     run = read_run(setup.folder)
 
     def judge() -> tuple[str, str, str]:
-        verdict = logged(run).verdict
-        assert verdict is not None
-        return verdict.headline, verdict.detail, _VERDICT_STYLES.get(verdict.kind, "cyan")
+        panel = batch_size_panel(run)
+        return panel.action, panel.headline, _STYLES.get(panel.kind, "yellow")
 
     if run.ended == "interrupted":
         done = f"step {run.readings[-1].window}" if run.readings else "the first step"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sonde.evidence.answer import capital
-from sonde.runs.advice import looked_up
 from sonde.runs.reader import find_records, read_run
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
 from sonde.stats.intervals import RatioInterval
@@ -60,7 +59,7 @@ class ComparedRun:
     @property
     def metric(self) -> str:
         """The metric of a run's noise scale."""
-        return looked_up(self.run.readings[-1], self.run.probe("reading"))[1]
+        return str(self.run.probe("reading").setup.get("metric") or "euclidean").split(", ")[0]
 
     @property
     def noise_of_run(self) -> RatioInterval:

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sonde.batch_size.stats.critical_batch import ABOUT_RIGHT
 from sonde.evidence.answer import Row, in_words
 from sonde.runs.compare.beside import Quantity, entropy, noise_at_equal_loss, noise_beside, quantities
 from sonde.runs.compare.side_by_side import By, ComparedRun, Comparison
@@ -94,8 +93,8 @@ def _noise_by_batch(found: Comparison, small: ComparedRun, large: ComparedRun) -
         rest = "These runs do not tell whether it depends on the batch."
         if side_of_1(ratio):
             rest = "It depends on the batch here."
-        elif ratio.ratio and (ratio.low or 0.0) > 1 / ABOUT_RIGHT and (ratio.high or math.inf) < ABOUT_RIGHT:
-            rest = f"If it depends on the batch, then by less than {number(ABOUT_RIGHT)} times."
+        elif ratio.ratio and (ratio.low or 0.0) > 1 / 2.0 and (ratio.high or math.inf) < 2.0:
+            rest = f"If it depends on the batch, then by less than {number(2.0)} times."
         sizes = [number(run.batch) for run in (large, small)]
         yield f"{where}, the noise scale at batch {sizes[0]} is {in_words(ratio)} times that at {sizes[1]}. {rest}"
 

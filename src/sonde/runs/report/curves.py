@@ -30,10 +30,11 @@ from sonde.runs.report.figures import (
     reachable,
     scale_for,
 )
-from sonde.runs.run import AnyReading, logged_interval
+from sonde.runs.run import AnyReading
 from sonde.stats.columns import Columns, Metric, Value
 from sonde.stats.columns import Curve as Curve
 from sonde.stats.columns import Panel as Panel
+from sonde.stats.intervals import logged_interval
 from sonde.wording import count, number
 
 PIXELS = 800

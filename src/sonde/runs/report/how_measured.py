@@ -9,7 +9,8 @@ from typing import Any
 
 from sonde.record_values import spacing
 from sonde.runs.report.verdicts import failed_checks
-from sonde.runs.run import PROMPT_NOISE, Run, logged_interval
+from sonde.runs.run import PROMPT_NOISE, Run
+from sonde.stats.intervals import logged_interval
 from sonde.wording import count, duration, moment, number, percent, plural
 
 MAX_TEXT = 4000

@@ -176,6 +176,6 @@ def write_in_one_step(target: Path, text: str) -> None:
         unfinished.write_bytes(text.encode("utf-8", "replace"))  # a name may contain lone surrogates
         unfinished.replace(target)
     except OSError as error:
-        raise OSError(error.errno, f"the report could not be written: {error.strerror}", str(target)) from error
+        raise OSError(error.errno, f"it could not be written: {error.strerror}", str(target)) from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -29,7 +29,8 @@ from sonde.runs.report.figures import (
     new_figure,
     scale_for,
 )
-from sonde.runs.run import PolicyReading, logged_interval
+from sonde.runs.run import PolicyReading
+from sonde.stats.intervals import logged_interval
 from sonde.wording import count, number
 
 MAX_POINTS = 600

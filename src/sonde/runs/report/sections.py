@@ -12,9 +12,10 @@ from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter
 
 from sonde.batch_size.stats.columns import BATCH, METRICS, MOMENTS, NORMS, OVER_RUN
-from sonde.batch_size.stats.critical_batch import steps_and_examples
-from sonde.batch_size.stats.proxy import law_in_words
-from sonde.runs.advice import Logged, logged
+from sonde.decision.facts import Facts
+from sonde.decision.law import steps_and_examples
+from sonde.decision.proxy import law_in_words
+from sonde.runs.facts import facts_of_run
 from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, interval_curves, panels_of
 from sonde.runs.report.figures import (
     BLUE,
@@ -52,7 +53,7 @@ _TALL = 30
 
 
 def noise_scale_sections(run: Run) -> list[Section]:
-    """All sections of a run that has at least one reading of its noise scale; first what the batch size costs."""
+    """All sections of a run with a reading of its noise scale; first what the batch size costs, and the loss."""
     probe, readings = run.probe("reading"), run.readings
     unit, last = probe.unit, readings[-1]
     axis = TimeAxis.of(readings, unit)
@@ -67,13 +68,13 @@ def noise_scale_sections(run: Run) -> list[Section]:
             f"E/E_min = 1 + B/B_crit times the fewest possible {unit} (McCandlish et al. 2018, arXiv:1812.06162). "
             "The curves cross at B = B_crit, where both costs are 2×. B_crit is that of a whole run like this one, or "
             f"from here on where the run has no average. {law_in_words()}",
-            (tradeoff_plot(logged(run)),),
+            (tradeoff_plot(facts_of_run(run)),),
         ),
+        values_section(run, readings, axis, "Loss", "This run logged no loss and no other values."),
         scale,
         over_run(MOMENTS, _MOMENTS_TEXT, "No reading holds noise or signal."),
         Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
         over_run(NORMS, _NORM_TEXT, "The gradient norm was not measured in this run."),
-        values_section(run, readings, axis, "Loss", "This run logged no loss and no other values."),
     ]
     return [*sections, *other_sections(METRICS, sections, over_run)]
 
@@ -214,7 +215,7 @@ def declared_sections(run: Run) -> list[Section]:
     return sections
 
 
-def tradeoff_plot(run: Logged) -> Plot | str:
+def tradeoff_plot(run: Facts) -> Plot | str:
     """Steps and units relative to the least possible, over the batch size, with a mark at the run's own.
 
     Args:
@@ -224,7 +225,7 @@ def tradeoff_plot(run: Logged) -> Plot | str:
         The figure, or a sentence that says why there is none. Curves are dashed if only a range or a bound of B_crit is
         known.
     """
-    batch, unit = run.present.batch, run.unit
+    batch, unit = run.batch or 1.0, run.unit
     known = next((scope.critical for scope in run.scopes.values() if scope.critical.high), None)
     if known is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."

@@ -7,35 +7,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sonde.batch_size.stats.next_batch import in_words, leading
-from sonde.batch_size.stats.proxy import Range
 from sonde.batch_size.stats.reading import in_percent
+from sonde.decision.decide import Advice, Decision, decide
+from sonde.decision.law import Range
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
-from sonde.runs.advice import logged
+from sonde.runs.facts import facts_of_run
 from sonde.runs.run import (
     PROMPT_NOISE,
     Alert,
     AnyReading,
     ComparisonReading,
     PolicyReading,
-    ProbeSetup,
     Reading,
     Run,
-    logged_batch,
-    logged_interval,
 )
-from sonde.stats.intervals import RatioInterval, unresolved
-from sonde.wording import count, number, percent, plural
+from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
+from sonde.wording import count, number, percent, plural, units
 
-_BATCH_BADGES = {
-    "too_small": "Batch too small",
-    "about_right_or_too_small": "About right or too small",
-    "about_right": "Batch about right",
-    "about_right_or_too_large": "About right or too large",
-    "too_large": "Batch too large",
-    "unknown": "No verdict yet",
-}
 _WIDE = 5.0
 """A cost that may be so many times larger is known by its lower end alone."""
 _WATCH = "Watch the reward, and act if it no longer rises."
@@ -80,6 +69,7 @@ class VerdictPanel:
         detail: what follows from the verdict, or what it rests on.
         basis: which readings the verdict was made from.
         tiles: the numbers behind it.
+        commands: what to set or to run next, in lines.
     """
 
     kind: str
@@ -89,6 +79,7 @@ class VerdictPanel:
     detail: str
     basis: str
     tiles: tuple[Tile, ...]
+    commands: tuple[str, ...] = ()
 
 
 def verdict_panels(run: Run) -> list[VerdictPanel]:
@@ -97,42 +88,28 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 
 
 def batch_size_panel(run: Run) -> VerdictPanel:
-    """The verdict on the batch size, for a run that has at least one reading of the noise scale."""
+    """The decision on the batch size, for a run that has at least one reading of the noise scale."""
     probe, last = run.probe("reading"), run.readings[-1]
-    unit = probe.unit
-    verdict = (found := logged(run)).verdict
-    assert verdict is not None
+    unit, found = probe.unit, decide(facts_of_run(run), log=run.path.parent)
     basis = f"Judged from the last reading: {position_text(last, unit)}."
-    needed = round(last.metrics.get("gns/windows_needed") or 0)
-    if needed and last.status == "resolved":
-        measured = "measured " if (last.metrics.get("cost/every") or 1) > 1 else ""
-        basis += f" The interval narrows to about ± 20 % after {needed:,} more {measured}windows."
     covered = last.metrics.get("gns/covered")
     if covered is not None and covered < 1:
         basis += f" It speaks of parameters with {in_percent(covered)} of the squared gradient."
     basis += "".join(_in_further_units(run, last))
-    kind, action, critical = verdict.kind, _until_then(verdict.advice, last, probe), None
-    if advised := found.advised():
-        scope = leading(advised)
-        kind, critical = advised[scope].kind, advised[scope].critical
-        action = f"{scope.capitalize()}, {in_words(advised[scope], unit)}."
-    tiles = tuple(_batch_tiles(last, unit, critical))
-    badge = "Undecided" if advised and kind == "unknown" else _BATCH_BADGES[kind]
-    if advised and kind == "too_small" and advised[scope].best is None:
-        badge = "Could use more ranks"
-    return VerdictPanel(kind, badge, action, verdict.headline, verdict.detail, basis, tiles)
+    wait = f"To know the noise scale better, {found.wait}." if found.wait and found.kind != "wait" else ""
+    tiles = tuple(_batch_tiles(last, unit, found.leading))
+    detail = " ".join(filter(None, [wait, *found.notes]))
+    return VerdictPanel(found.kind, found.badge, found.sentence, found.reason, detail, basis, tiles, _next(found))
 
 
-def _until_then(advice: str, last: Reading, probe: ProbeSetup) -> str:
-    """What to do before there is a verdict."""
-    batch, _ = logged_batch(last.metrics, probe.unit)
-    if advice:
-        return f"{advice[:1].upper()}{advice[1:]}."
-    if last.now.high == 0:
-        return "Check the data: all pieces of a window had the same gradient."
-    if not batch and last.status != "unresolved":
-        return "Give a batch size to judge."
-    return f"{'Measure' if probe.setup.get('fixed_weights') else 'Train'} on: nothing can be advised yet."
+def _next(found: Decision) -> tuple[str, ...]:
+    """What to run next, in lines: the flags and the rate, and the command that says more."""
+    rates = []
+    for row in found.rates:
+        known = ((each.name, each.now, each.then) for each in row.settings)
+        changed = [f"{name} {now:.4g} → {then:.4g}" for name, now, then in known if now and then and now != then]
+        rates += [f"{row.optimizer}: {', '.join(changed)}"] if changed else []
+    return tuple(filter(None, (*found.how, *rates, found.command)))
 
 
 def _in_further_units(run: Run, last: Reading) -> Iterator[str]:
@@ -166,7 +143,7 @@ def _entropies_judged(run: Run) -> str:
     return f"Judged from the entropy of {plural(len(steps), 'measured step')}; the last of them is step {steps[-1]:,}."
 
 
-def _batch_tiles(last: Reading, unit: str, critical: Range | None) -> Iterator[Tile]:
+def _batch_tiles(last: Reading, unit: str, found: Advice | None) -> Iterator[Tile]:
     metrics = last.metrics
     batch = metrics.get("gns/units_per_window")
     scatter = metrics.get("gns/scatter")
@@ -175,13 +152,18 @@ def _batch_tiles(last: Reading, unit: str, critical: Range | None) -> Iterator[T
         further = f"; single steps scatter about it by {number(math.exp(scatter), 2)} times at most"
     yield _noise_scale_tile("Noise scale now", last.now, unit, further=further)
     yield _noise_scale_tile("Average over the run", last.average, unit)
-    yield Tile("Batch size", number(batch, 4), f"{unit} per step")
+    yield Tile("Batch size", "–" if batch is None else units(batch, "").strip(), f"{unit} per step")
+    critical = None if found is None else found.scope.critical
     used = f"{unit[:1].upper()}{unit[1:]} used"
     for name, title in (("steps", "Steps"), ("examples", used)):
         if not batch or critical is None:
             yield Tile(title, "–", "relative to the fewest possible")
         else:
             yield Tile(title, _cost(batch, critical, name), "the fewest possible")
+    if found is not None and found.best is not None:
+        time = found.best.time
+        note = f"of this one's; between {percent(time.low)} and {percent(time.high)}"
+        yield Tile("Time of the next run", percent(time.likely), note)
 
 
 def _noise_scale_tile(name: str, known: RatioInterval, unit: str, *, further: str = "") -> Tile:

@@ -232,7 +232,18 @@ def _watch() -> None:
             callbacks.pop(name)()
 
 
+def _time_steps() -> None:
+    """Time the steps of a script that is tried, from when it has imported torch."""
+
+    def watch() -> None:
+        importlib.import_module("sonde.commands.trial.in_script").watch()
+
+    sys.meta_path.insert(0, _AfterImports({"torch": watch}))
+
+
 if "SONDE_RUN" in os.environ:
     _SETTINGS: dict[str, Any] = json.loads(os.environ["SONDE_RUN"])  # the script may clear its environment
     _watch()
+elif "SONDE_TRIAL" in os.environ:
+    _time_steps()
 _hand_on()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.batch_size.stats.proxy import Range
-from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor, scaled_decay, usual_rule
+from sonde.decision.law import Range
+from sonde.decision.rate_rules import adam_settings, rate_factor, scaled_decay, usual_rule
 from sonde.wording import count, number
 
 _ADAM = ("Adam", "AdamW")
@@ -21,8 +21,6 @@ _RULES = {
 """Where the usual rule is known to hold, and its source on arXiv, by the class of the optimizer."""
 _FAR = 4.0
 """So many times below B_crit is far below it."""
-_SMALL = 4.0
-"""A change of the batch by so many times at most moves the best rate by no more than rates that do as well differ."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
         return RateRow(name, batch, (), "The batch is kept, so keep the settings.")
     if why := _why_none(group):
         return RateRow(name, batch, (), f"The rate is not known: {why}.")
-    end, said = present / round(1 - min(group["betas"]), 12) if is_adam else math.inf, []
+    end, said = end_of_rule([group], present), []
     if batch >= end:
         said = [f"The rate for a batch of {count(batch)} is not known: the rule of Adam ends below {number(end)}."]
         batch = present * 2.0 ** max(math.ceil(math.log2(end / present)) - 1, 0)
@@ -90,9 +88,18 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
     said.append(f"This rule is known to hold {where} (arXiv:{source}).")
     if is_adam and batch * _FAR > critical.low:
         said.append(f"This batch {'is' if batch > critical.high else 'may be'} too large for it.")
-    if 1 / _SMALL <= kappa <= _SMALL:
-        said.append(f"Up to {_SMALL:g} times the batch, the old rate may do as well (arXiv:1811.03600).")
     return RateRow(name, batch, (rate, *others, warm_up), " ".join(said))
+
+
+def end_of_rule(settings: Sequence[Mapping[str, Any]], present: float) -> float:
+    """The batch below which the rules of all groups hold; infinite where none is known to end.
+
+    Args:
+        settings: of each group.
+        present: units of one optimizer step.
+    """
+    ends = [1 - min(group["betas"]) for group in settings if group["name"] in _ADAM and not _why_none(group)]
+    return present / round(max(ends), 12) if ends else math.inf
 
 
 def _why_none(group: Mapping[str, Any]) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sonde.batch_size.stats.next_batch import Plan
+from sonde.decision.plans import Plan
 
+_TORCHRUN = "torchrun --nproc-per-node {ranks}"
+"""Said for several ranks."""
 TRAINERS: Mapping[str, tuple[str, ...]] = {
     "plain loop": (
-        "torchrun --nproc-per-node {ranks}",
+        _TORCHRUN,
         "{micro_batch} {unit} in each backward, optimizer.step() after {accumulation} of them",
     ),
     "transformers": (
-        "torchrun --nproc-per-node {ranks}",
+        _TORCHRUN,
         "--per_device_train_batch_size {micro_batch} --gradient_accumulation_steps {accumulation}",
         "start a new run: changed within one, ranks may drift apart. max_steps and warm-up count steps: set them anew",
     ),
     "TRL": (
-        "torchrun --nproc-per-node {ranks}",
+        _TORCHRUN,
         "per_device_train_batch_size × gradient_accumulation_steps × {ranks} = {rollouts}, in completions; "
         "generation_batch_size the same, and a multiple of num_generations",
         "num_iterations is the reuse of each batch. The sizes are fixed at the start of a run",
@@ -126,8 +128,11 @@ def in_trainer(
         "seen_tokens": _product(seen, tokens, "SEQUENCE_LENGTH"),
     }
     grows = batch > now and seen > 0 and now % (micro * plan.ranks) == 0
-    lines = (line for line in TRAINERS.get(name, TRAINERS["plain loop"]) if grows or _GROWS not in line)
-    return tuple(line.format(**values) for line in lines)
+    return tuple(
+        line.format(**values)
+        for line in TRAINERS.get(name, TRAINERS["plain loop"])
+        if (grows or _GROWS not in line) and (plan.ranks > 1 or line != _TORCHRUN)
+    )
 
 
 def _product(n: int, each: float | None, otherwise: str) -> str:

@@ -1,0 +1,279 @@
+"""Starts a script at some batch sizes, for some seconds each, and makes the time curve of its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sonde.commands.doctor_checks.processes import started
+from sonde.commands.run import ON_START, arguments_of
+from sonde.decision.facts import Facts
+from sonde.decision.law import Range
+from sonde.decision.time_curve import TimeCurve, Timing
+from sonde.log.sinks import BRANCH_FOLDER, TRIAL
+from sonde.wording import duration, number
+
+PLACEHOLDERS = ("batch", "micro_batch", "accumulation", "out")
+_APART, _MOST_SIZES, _ROUNDS = 4, 5, 2
+"""Sizes are a factor of 4 apart, and each is tried twice: a machine may be busy for a while."""
+_SECONDS, _FEWEST_STEPS, _ENOUGH_STEPS = 10.0, 8, 40
+"""A try ends after so many seconds of steps, or when so many steps have taken `_LEAST_SECONDS`."""
+_LEAST_SECONDS, _PATIENCE = 2.0, 180.0
+"""Seconds in which the first step must come: a script may import much, load data and compile."""
+_WARM = 3
+"""First steps of a try that are not timed."""
+_PROPORTIONAL = 1.6
+"""A step's data may be so many times more, or less, than its batch says: sequences are padded to different lengths."""
+_FALLS = 0.75
+"""A larger micro-batch that takes less than this part of a smaller one's time was timed on a busy machine."""
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|MemoryError", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A step that is tried.
+
+    Attributes:
+        batch: units of one step on all ranks.
+        micro_batch: units of one micro-batch on one rank.
+        accumulation: micro-batches that each rank takes.
+    """
+
+    batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Refuse a command that cannot be tried.
+
+    Raises:
+        ValueError: without a placeholder for the size, and for a command that is not there.
+    """
+    used = _used(command)
+    if not {"batch", "micro_batch"} & used:
+        raise ValueError(
+            "a trial needs {batch} in the script's arguments, or {micro_batch}, where the size of a step or of a "
+            "micro-batch goes: sonde advise RUN --try -- python train.py --batch {batch}"
+        )
+    arguments_of(command, None)
+
+
+def _used(command: Sequence[str]) -> set[str]:
+    return {name for name in PLACEHOLDERS if any(f"{{{name}}}" in word for word in command)}
+
+
+def sizes_of(facts: Facts, critical: Range, command: Sequence[str]) -> list[Size]:
+    """What is tried, smallest first: the present size, and others a factor of 4 apart up to 4 times B_crit.
+
+    Args:
+        facts: of the training.
+        critical: the critical batch size.
+        command: of the script, which may set micro-batches by themselves.
+    """
+    batch, ranks = max(round(facts.batch or 1.0), 1), facts.ranks
+    ends = [end for end in (critical.low, critical.middle, critical.high) if end is not None and 0 < end < math.inf]
+    most = _APART * max(critical.middle or 0.0, min(ends, default=batch), batch)
+    batches = [batch]
+    if critical.low < batch and batch >= _APART * ranks:
+        batches.insert(0, batch // _APART)
+    while len(batches) < _MOST_SIZES and batches[-1] * _APART <= most:
+        batches.append(batches[-1] * _APART)
+    if "micro_batch" not in _used(command):
+        return [Size(each, round(each / ranks / facts.accumulation), facts.accumulation) for each in batches]
+    whole = [Size(max(each // ranks, 1) * ranks, max(each // ranks, 1), 1) for each in batches]
+    as_it_is = Size(batch, max(round(facts.micro_batch), 1), facts.accumulation)
+    return [as_it_is, *whole] if facts.accumulation > 1 else whole
+
+
+def try_sizes(
+    command: Sequence[str], sizes: Sequence[Size], *, unit: str, ranks: int, say: Callable[[str], object]
+) -> TimeCurve:
+    """Train at each size for some seconds, in processes of their own, and time the steps.
+
+    Args:
+        command: of the script, with placeholders.
+        sizes: what is tried, smallest first.
+        unit: plural name of the unit.
+        ranks: data-parallel ranks of the log.
+        say: takes a sentence after each size.
+
+    Raises:
+        ValueError: for a script that fails, never steps, needs more memory than there is at the present size, or
+            ignores its batch, and for times that fall where micro-batches grow.
+    """
+    tried: dict[Size, list[_Steps]] = {}
+    too_large = math.inf
+    with tempfile.TemporaryDirectory(prefix="sonde-trial-") as place:
+        for n_round in range(_ROUNDS):
+            for size in sizes:
+                if size.micro_batch >= too_large:
+                    continue
+                steps = _tried(command, size, Path(place) / f"{n_round}-{size.batch}-{size.accumulation}")
+                if steps is None:
+                    too_large = min(too_large, size.micro_batch)
+                    say(f"{size.batch:,} {unit}: out of memory, so nothing larger is tried")
+                    continue
+                tried.setdefault(size, []).append(steps)
+                _check_data(tried)
+                per_step = duration(statistics.median(steps.seconds))
+                say(f"{size.batch:,} {unit}: {per_step} a step, {number(steps.memory / 2**20)} MiB")
+    if not tried:
+        raise ValueError(f"{sizes[0].batch:,} {unit} do not fit into memory: try a smaller batch, or free memory")
+    timings = [_timing(size, all_of) for size, all_of in tried.items()]
+    _check_ranks(timings, ranks)
+    curve = TimeCurve(tuple(timings), too_large)
+    _check_rising(curve)
+    return curve
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of one try: seconds of each, and what is the same for all."""
+
+    seconds: list[float]
+    update: float | None
+    backwards: int
+    elements: float
+    ranks: int
+    memory: float
+
+
+def _tried(command: Sequence[str], size: Size, place: Path) -> _Steps | None:
+    """One try; None where memory ended."""
+    place.mkdir()
+    values = {**vars(size), "out": place / "out"}
+    words = [_filled(word, values) for word in command]
+    environment = dict(os.environ) | {TRIAL: str(place / "steps"), BRANCH_FOLDER: str(place / "log")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_START), os.environ.get("PYTHONPATH")]))
+    with (
+        (place / "stdout").open("wb") as out,
+        (place / "stderr").open("wb") as err,
+        started(arguments_of(words, None), environment, stdout=out, stderr=err) as process,
+    ):
+        lines = _watched(process, place)
+    if _is_enough(lines):
+        return _steps(lines)
+    said = "".join((place / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+    if process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) or _OUT_OF_MEMORY.search(said):
+        return None
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "without a word")
+    if process.returncode == 0:
+        what = (
+            f"ended by itself after {len(lines)} steps, where {_FEWEST_STEPS + _WARM} are needed: have it train longer"
+        )
+    elif process.returncode == -signal.SIGTERM:
+        what = f"took {len(lines)} optimizer steps in {_PATIENCE:g} s: {last:.300}"
+    else:
+        what = f"ended with status {process.returncode}: {last:.300}"
+    raise ValueError(f"the script, at a batch of {size.batch:,}, {what}")
+
+
+def _filled(word: str, values: dict[str, Any]) -> str:
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", str(value))
+    return word
+
+
+def _watched(process: subprocess.Popen[bytes], place: Path) -> list[dict[str, Any]]:
+    """The lines of rank 0, until there are enough of them, the process ends, or patience does."""
+    file, deadline = place / "steps.0", time.monotonic() + _PATIENCE
+    lines: list[dict[str, Any]] = []
+    while time.monotonic() < deadline and not _is_enough(lines):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        whole = file.read_text().splitlines(keepends=True) if file.exists() else []
+        lines = [json.loads(line) for line in whole if line.endswith("\n")]
+        if lines:  # from the first step on, a try has its own time
+            deadline = min(deadline, time.monotonic() + 2 * _SECONDS) if len(lines) == 1 else deadline
+        if process.poll() is not None:
+            break
+    return lines
+
+
+def _is_enough(lines: Sequence[dict[str, Any]]) -> bool:
+    timed = lines[_WARM:]
+    seconds = sum(line["seconds"] for line in timed)
+    is_long = seconds >= _LEAST_SECONDS and len(timed) >= _ENOUGH_STEPS
+    return len(timed) >= _FEWEST_STEPS and (is_long or seconds >= _SECONDS)
+
+
+def _steps(lines: Sequence[dict[str, Any]]) -> _Steps:
+    timed, counted = lines[_WARM:], [line["elements"] for line in lines if line["elements"] is not None]
+    updates = [line["update"] for line in timed if line["update"] is not None]
+    return _Steps(
+        [line["seconds"] for line in timed],
+        statistics.median(updates) if updates else None,
+        round(statistics.median(line["backwards"] for line in lines)),
+        statistics.fmean(counted),
+        int(lines[-1]["ranks"]),
+        max(line["memory"] for line in lines),
+    )
+
+
+def _timing(size: Size, tries: Sequence[_Steps]) -> Timing:
+    """The faster of the tries: what else a machine does only adds to a time."""
+    best = min(tries, key=lambda steps: statistics.median(steps.seconds))
+    seconds, accumulation = statistics.median(best.seconds), max(best.backwards, 1)
+    micro = size.batch / best.ranks / accumulation
+    return Timing(micro, accumulation, best.ranks, seconds, best.update, max(steps.memory for steps in tries))
+
+
+def _check_ranks(timings: Sequence[Timing], ranks: int) -> None:
+    found = sorted({each.ranks for each in timings} - {ranks})
+    if found:
+        raise ValueError(
+            f"the trial ran on {found[0]} ranks, and the log is of {ranks}: start the script as for the log, such as "
+            f"with torchrun --nproc-per-node {ranks}"
+        )
+
+
+def _check_data(tried: dict[Size, list[_Steps]]) -> None:
+    """Refuse a script whose steps do not take in data in proportion to the batch that it was given."""
+    known = sorted((size.batch, steps[0].elements) for size, steps in tried.items() if steps[0].elements)
+    if not known or known[-1][0] == known[0][0]:
+        return
+    (small, few), (large, many) = known[0], known[-1]
+    if many <= few * 1.01:
+        raise ValueError(
+            f"the script ignores its batch: a step at {large:,} takes in as much data as one at {small:,}. Put "
+            "{batch} where the script reads the size of a step, or {micro_batch} where it reads that of a micro-batch"
+        )
+    off = (many / few) / (large / small)
+    if not 1 / _PROPORTIONAL < off < _PROPORTIONAL:
+        raise ValueError(
+            f"a step at a batch of {large:,} takes in {number(many / few)} times the data of one at {small:,}, where "
+            f"{number(large / small)} times are expected: {{batch}} is all units of a step, on all ranks, and "
+            "{micro_batch} those of one backward on one rank. Is the data set smaller than the batch?"
+        )
+
+
+def _check_rising(curve: TimeCurve) -> None:
+    for (small, of_small), (large, of_large) in _pairs(curve):
+        if of_large < _FALLS * of_small:
+            raise ValueError(
+                f"a micro-batch of {large:g} took {duration(of_large)}, less than one of {small:g}, "
+                f"{duration(of_small)}: other programs were running, or the script does other work at each size. Try "
+                "again when the machine is idle"
+            )
+
+
+def _pairs(curve: TimeCurve) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    """Neighbouring micro-batches, each with the seconds of a step that has one of them."""
+    sizes = sorted({each.micro_batch for each in curve.timings})
+    ranks = curve.timings[0].ranks
+    points = [(size, curve.of_step(size, 1, ranks).likely) for size in sizes]
+    yield from itertools.pairwise(points)

@@ -1,0 +1,192 @@
+"""The words of a decision: one sentence to act on, what it rests on, and the next command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts, Scope
+from sonde.decision.law import Range
+from sonde.decision.plans import Plan
+from sonde.decision.proxy import PUBLISHED, factor_in_words
+from sonde.wording import in_units, number, percent, units
+
+if TYPE_CHECKING:
+    from sonde.decision.decide import Advice, Kind
+
+BADGES: Mapping[Kind, str] = {
+    "wait": "No verdict yet",
+    "keep": "Keep the batch",
+    "larger": "Take a larger batch",
+    "smaller": "Take a smaller batch",
+    "reshape": "Take other micro-batches",
+    "time": "Time it first",
+}
+
+
+def of_waiting(facts: Facts) -> tuple[str, str, str, str]:
+    """The sentence, the reason, the next command and what to wait for, where nothing can be decided yet."""
+    size = "" if facts.batch is None else f" on the batch of {units(facts.batch, facts.unit)}"
+    trains = "Train on" if facts.n_steps is not None else "Measure on"
+    wait = facts.wait if facts.wait and facts.batch is not None else ""
+    then = f"{wait[:1].upper()}{wait[1:]}" if wait else trains if facts.batch is not None else "Pass batch="
+    return f"No verdict yet{size}.", f"{_capital(facts.why_none)}. {then}.", "", wait
+
+
+def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
+    """What to do. Where there are two scopes, a second sentence joins the next run to what is left of this one."""
+    (scope, lead), *rest = advice.items()
+    now, here = lead.present, rest[0][1] if rest else None
+    is_next = scope == RUN_LIKE_THIS
+    if lead.best is not None:
+        begins = "Start the next run with" if is_next else "From here on, take"
+        if lead.best.whole_batch == now.whole_batch:
+            begins = "Keep, but cut anew," if is_next else "From here on, cut anew"
+        said = f"{begins} {_taken(lead.best, now, facts.unit)}"
+        if here is None:
+            return f"{said}."
+        if here.best is not None and here.best.whole_batch == lead.best.whole_batch:
+            return f"{said}. Change this run too, from here on."
+        return f"{said}. This run itself is best finished as it is."
+    if lead.maybe is not None:
+        return f"Time it first: {_in_doubt(lead.maybe, now, facts.unit)}."
+    kept = f"Keep the batch of {units(now.batch, facts.unit)}: {_why_kept(lead, facts)}"
+    if here is not None and here.best is not None:
+        return f"{kept}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
+    return f"{kept}."
+
+
+def _taken(plan: Plan, now: Plan, unit: str) -> str:
+    """A plan that is sure to be better, with its costs."""
+    size = f"a batch of {units(plan.whole_batch, unit)}"
+    on = f" on {ranks(plan.ranks)}" if plan.ranks != now.ranks else ""
+    if plan.whole_batch == now.whole_batch:
+        micro = f"the batch of {units(plan.whole_batch, unit)} into micro-batches of {plan.micro_batch:,} in place of"
+        return f"{micro} {now.micro_batch:,}{on}: it takes {part_in_words(plan.time)} the time"
+    needs = f"{part_in_words(over(plan.steps, now.steps))} the steps and {part_in_words(over(plan.units, now.units))}"
+    takes = f"{'On ' + ranks(plan.ranks) + ', it' if on else 'It'} takes {part_in_words(plan.time)} the time"
+    return f"{size}: it needs {needs} the {unit}. {takes}"
+
+
+def _in_doubt(plan: Plan, now: Plan, unit: str) -> str:
+    """A plan that is better if the device is not full, or if it is."""
+    size = f"a batch of {units(plan.whole_batch, unit)}"
+    if plan.whole_batch == now.whole_batch:
+        size += f" in micro-batches of {plan.micro_batch:,}"
+    idle, full = part_in_words(plan.idle), part_in_words(plan.full)
+    return f"{size} takes {idle} the time if this device is not full, and {full} the time if it is"
+
+
+def _why_kept(lead: Advice, facts: Facts) -> str:
+    if not lead.may_be_better:
+        return "no other saves a tenth of the time"
+    low, high = lead.scope.critical.low, lead.scope.critical.high
+    return f"no other is sure to be better while B_crit is only known to be {in_units(None, low, high, facts.unit)}"
+
+
+def reason(facts: Facts, advice: Mapping[str, Advice]) -> str:
+    """The noise scales, and the critical batch sizes that follow."""
+    return " ".join(
+        f"{_capital(name)}, B_crit is {each.scope.critical.in_words(facts.unit)}: {_whence(each.scope, facts.unit)}."
+        for name, each in advice.items()
+    )
+
+
+def _whence(scope: Scope, unit: str) -> str:
+    """Where B_crit comes from."""
+    known, factor = scope.known, scope.factor
+    if factor is None:
+        return "measured by branches"
+    ends = f"{number(factor.low, 2)} – {number(factor.high, 2)}"
+    of_study = ends if factor.median is None else f"{number(factor.median, 2)} [{ends}]"
+    return f"the noise scale, {in_units(known.ratio, known.low, known.high, unit)}, times {of_study}"
+
+
+def command(kind: Kind, log: object, facts: Facts) -> str:
+    """What to run next, to set what was decided, or to decide it; empty without a log."""
+    if log is None or kind == "wait":
+        return ""
+    if kind == "time":
+        return f"sonde advise {log} --try -- python train.py --batch {{batch}}"
+    return f"sonde advise {log}" if kind != "keep" else ""
+
+
+def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_at_most: int | None) -> Iterator[str]:
+    """What the numbers rest on, in short: docs/advice.md has all of it."""
+    (scope, lead), *_ = advice.items()
+    yield from facts.notes
+    if facts.batch_changed:
+        yield "The batch changed during this run: advice is about what follows."
+    if (factor := lead.scope.factor) is not None:
+        yield factor_in_words(factor, facts.optimizer, facts.unit, from_here_on=scope == FROM_HERE_ON)
+    if factor not in (None, PUBLISHED):
+        yield (
+            "Ranges of B_crit hold about 9 times in 10, where your training is like those of the study. B_simple's "
+            "95 % interval is first made one of 90 %."
+        )
+    if facts.needs_batch:
+        yield f"Micro-batches are not made smaller: {facts.needs_batch}."
+    elif plan is not None and plan.batch < lead.present.batch:
+        yield (
+            f"A smaller batch is right only if the loss of one of the {facts.unit} does not depend on the others in "
+            "its micro-batch. It does where advantages are normalised in each minibatch, with batch normalisation, and "
+            "in contrastive losses."
+        )
+    if any(each.basis == "modelled" for each in lead.plans):
+        yield "Times on other numbers of ranks are modelled: ranks wait for nothing."
+    if any(each.basis == "bounds" for each in lead.plans):
+        yield (
+            "Two ends of a time are for a device that is not full, where a larger micro-batch takes as long, and for a "
+            "full one, where it takes longer in proportion. A trial tells which."
+        )
+    if facts.unit == "prompts":
+        yield from _of_policies(facts)
+    if ranks_at_most is None and facts.ranks == 1:
+        yield "--ranks-at-most N says what more ranks would do, --batch N how to set a batch and its rate."
+
+
+def _of_policies(facts: Facts) -> Iterator[str]:
+    """What the study found of policies, and what this log says of prompts and completions."""
+    if facts.completions_share is not None:
+        yield (
+            "Prompts or completions: twice the completions to each prompt would cut the noise of a step by "
+            f"{percent(facts.completions_share / 2)}, twice the prompts by 50\N{NO-BREAK SPACE}%, both with twice the "
+            "tokens."
+        )
+    yield "More prompts come first: groups of 16 completions needed 1.1 to 2.3 times the rollouts of groups of 4."
+    yield "Reuse: with four updates on each batch, B_crit was 3 to 15 times as large, and the law does not hold."
+
+
+# Parts of sentences.
+
+
+def ranks(n: int) -> str:
+    """A number of ranks."""
+    return f"{n:,} rank{'' if n == 1 else 's'}"
+
+
+def over(cost: Range, present: Range) -> Range:
+    """A cost over the present one, which is known."""
+    return cost.times(1 / present.high)
+
+
+def part_in_words(known: Range) -> str:
+    """A cost over the present one, as "68 % [62 – 75] of" or "1.4 [1.2 – 1.5] times".
+
+    Example:
+        >>> part_in_words(Range(0.68, 0.62, 0.75)), part_in_words(Range(None, 1.2, 2.0))
+        ('68\N{NO-BREAK SPACE}% [62 – 75] of', '1.2 to 2 times')
+    """
+    is_part = (known.high if known.middle is None else known.middle) <= 1
+    low, middle, high = (
+        None if end is None else f"{100 * end:.0f}" if is_part else number(end, 2)
+        for end in (known.low, known.middle, known.high)
+    )
+    sign, of = ("\N{NO-BREAK SPACE}%", "of") if is_part else ("", "times")
+    if low == high:
+        return f"{high}{sign} {of}"
+    return f"{low} to {high}{sign} {of}" if middle is None else f"{middle}{sign} [{low} – {high}] {of}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
