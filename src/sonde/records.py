@@ -148,7 +148,7 @@ class RunLog:
         Args:
             writes: the kind of record that the probe writes.
             unit: plural name of one independent sample.
-            setup: what was found, for people; names in `record_values.SETUP_KINDS` have values of these kinds, or None.
+            setup: what was found, for people; names in `record_values.SETTINGS` have values of these kinds, or None.
             metrics: the probe's metrics, by name.
             sections: further sections of the report.
 

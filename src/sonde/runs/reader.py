@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LONGEST_LINE, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
-from sonde.record_values import SCHEMA, SETUP_KINDS
+from sonde.record_values import SCHEMA, SETTINGS
 from sonde.runs.run import (
     Alert,
     ComparisonReading,
@@ -267,8 +267,8 @@ class Contents:
 
     def _probe(self, record: Mapping[str, Any]) -> ProbeSetup:
         probe = filled(ProbeSetup, record)
-        for name, kind in SETUP_KINDS.items():
-            if probe.setup.get(name) is not None:
+        for name, kind in SETTINGS.items():
+            if kind in _OF_KIND and probe.setup.get(name) is not None:
                 _check(_OF_KIND[kind], probe.setup[name], f"for {name!r} in its set-up")
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
             raise ValueError(

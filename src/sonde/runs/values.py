@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, Literal, NewType, TypeVar, get_args, get_origin, get_type_hints
 
@@ -49,39 +49,32 @@ def _fields(kind: Any) -> list[tuple[str, Callable[[Any], Any], bool]]:
 @functools.cache
 def read_as(kind: Any) -> Callable[[Any], Any]:
     """What reads a value of a type: of a plain one, of a dataclass, or of a mapping, a tuple or a choice of these."""
-    if (read := _PLAIN.get(kind)) is not None:
-        return read
-    args = get_args(kind)
-    if is_dataclass(kind):
-        return lambda value: filled(kind, mapping(value))  # type: ignore[arg-type]
-    if get_origin(kind) is Literal:
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is None:
+        return _row(kind) if issubclass(kind, tuple) else lambda value: filled(kind, mapping(value))
+    if origin is Literal:
         return lambda value: _one_of(value, args)
-    if get_origin(kind) is UnionType:
-        return _or_none(read_as(args[0]))
-    if get_origin(kind) is tuple:
-        return _each(read_as(args[0]))
-    if get_origin(kind) is Mapping:
-        return _by_name(read_as(args[1]))
-    return _row(kind)
-
-
-def _or_none(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    return lambda value: None if value is None else read(value)
-
-
-def _each(read: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
-    return lambda value: tuple(map(read, _of(list, value, "an array")))
-
-
-def _by_name(read: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
-    """Each line brings the same names: interned, they are held once."""
-    return lambda value: {sys.intern(name): read(each) for name, each in mapping(value).items()}
+    read_each = read_as(args[1] if origin is Mapping else args[0])
+    if origin is UnionType:
+        return lambda value: None if value is None else read_each(value)
+    if origin is tuple:
+        return lambda value: tuple(map(read_each, _of(list, value, "an array")))
+    # Each line brings the same names: interned, they are held once.
+    return lambda value: {sys.intern(name): read_each(each) for name, each in mapping(value).items()}
 
 
 def _row(kind: Any) -> Callable[[Any], Any]:
     """A named tuple: an array with the values of its fields, in order."""
     reads = [read_as(hint) for hint in get_type_hints(kind).values()]
-    return lambda value: kind(*(read(each) for read, each in zip(reads, _of(list, value, "an array"), strict=True)))
+
+    def row(value: Any) -> Any:
+        if len(_of(list, value, "an array")) != len(reads):
+            raise TypeError(f"{value!r:.40} where an array of {len(reads)} is expected")
+        return kind(*(read(each) for read, each in zip(reads, value, strict=True)))
+
+    return row
 
 
 def _of(kind: type[T], value: object, expected: str) -> T:

@@ -14,7 +14,6 @@ from sonde.runs.compare.words import beside_rows, run_rows, sentences, setting_r
 from sonde.runs.report.curves import Curve, add_band, add_curve, units_label
 from sonde.runs.report.figures import (
     CURVE_STYLES,
-    GREY,
     LegendEntry,
     Plot,
     Scale,
@@ -27,6 +26,7 @@ from sonde.runs.report.figures import (
 )
 from sonde.runs.report.how_measured import MAX_TEXT, Row
 from sonde.runs.report.page import check_target, whole_page, write_in_one_step
+from sonde.stats.columns import GREY
 from sonde.wording import number, plural
 
 _MOST_BANDS = 6

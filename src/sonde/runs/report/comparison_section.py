@@ -9,8 +9,6 @@ from bokeh.models.glyphs import Scatter, Segment
 
 from sonde.policy.stats.forecast_point import ComparedLoss
 from sonde.runs.report.figures import (
-    BLUE,
-    GREY,
     LegendEntry,
     Plot,
     Section,
@@ -23,6 +21,7 @@ from sonde.runs.report.figures import (
 )
 from sonde.runs.report.how_measured import cut
 from sonde.runs.run import ComparisonReading, Run
+from sonde.stats.columns import BLUE, GREY
 from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (

@@ -16,10 +16,7 @@ from bokeh.plotting import figure
 from numpy.typing import ArrayLike, NDArray
 
 from sonde.runs.report.figures import (
-    GREY,
-    ORANGE,
     LegendEntry,
-    Mark,
     Plot,
     Scale,
     add_hover,
@@ -31,7 +28,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.run import AnyReading
-from sonde.stats.columns import Columns, Metric, Value
+from sonde.stats.columns import GREY, ORANGE, Columns, Mark, Metric, Value
 from sonde.stats.columns import Curve as Curve
 from sonde.stats.columns import Panel as Panel
 from sonde.stats.intervals import logged_interval

@@ -24,13 +24,7 @@ from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from sonde.stats.columns import BLUE as BLUE
-from sonde.stats.columns import GREEN as GREEN
-from sonde.stats.columns import GREY as GREY
-from sonde.stats.columns import INK as INK
-from sonde.stats.columns import LIGHT_GREY as LIGHT_GREY
-from sonde.stats.columns import ORANGE as ORANGE
-from sonde.stats.columns import Mark as Mark
+from sonde.stats.columns import BLUE, GREEN, GREY, INK, ORANGE, Mark
 from sonde.wording import number
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.record_values import spacing
+from sonde.record_values import SETTINGS, spacing
 from sonde.runs.report.verdicts import failed_checks
 from sonde.runs.run import PROMPT_NOISE, Run
 from sonde.stats.intervals import logged_interval
@@ -17,13 +17,6 @@ MAX_TEXT = 4000
 """Characters shown of any one text of the user's. It keeps the page small, whatever a run logs."""
 
 _MAX_ITEMS = 20
-_SETUP_SHOWN = (
-    "wrapper", "ranks", "device", "tap", "parameters", "groups", "log_every", "level", "metric", "budget",
-    "allowance", "every", "further_units",
-    "evaluation", "optimizer", "optimizer_kind", "optimizer_settings", "trainer",
-    "batch_norms", "sync_batch_norms", "fixed_weights",
-)  # fmt: skip
-
 _PIECE = "A piece is one micro-batch on one rank."
 _SEPARATED = "Noise is separated from signal by comparing the gradients of the pieces with the gradient of the window."
 _BY_EXAMPLES = "Noise is separated from signal by comparing the gradients of single examples with that of the window."
@@ -102,7 +95,7 @@ def _setup_rows(run: Run) -> Iterator[Row]:
         if setup.get("sync_batch_norms"):
             meaning += " Some share their statistics over ranks, which couples the pieces of all ranks too."
         yield Row("Batch normalisation", (meaning,))
-    rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
+    rest = {key: value for key, value in setup.items() if key not in SETTINGS and value not in (None, False)}
     lines = [f"{key.replace('_', ' ')}: {cut(setting_text(value), 300)}" for key, value in rest.items()]
     yield Row("More of the set-up", tuple(lines[:_MAX_ITEMS]))
 

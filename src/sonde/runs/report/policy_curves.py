@@ -15,10 +15,6 @@ from sonde.policy.stats.forecast_point import Point, Z, steps_kept
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis, draw_panels, panels_of
 from sonde.runs.report.figures import (
-    BLUE,
-    GREY,
-    LIGHT_GREY,
-    ORANGE,
     LegendEntry,
     Plot,
     Scale,
@@ -30,6 +26,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.run import PolicyReading
+from sonde.stats.columns import BLUE, GREY, LIGHT_GREY, ORANGE
 from sonde.stats.intervals import logged_interval
 from sonde.wording import count, number
 

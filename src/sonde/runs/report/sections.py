@@ -18,12 +18,7 @@ from sonde.decision.proxy import law_in_words
 from sonde.runs.facts import facts_of_run
 from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, interval_curves, panels_of
 from sonde.runs.report.figures import (
-    BLUE,
-    GREEN,
-    INK,
-    ORANGE,
     LegendEntry,
-    Mark,
     Plot,
     Scale,
     Section,
@@ -40,7 +35,7 @@ from sonde.runs.report.figures import (
 from sonde.runs.report.intervals import draw_intervals
 from sonde.runs.report.verdicts import position_text
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
-from sonde.stats.columns import Columns, Description
+from sonde.stats.columns import BLUE, GREEN, INK, ORANGE, Columns, Description, Mark
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, number, percent, plural, shorten
 
