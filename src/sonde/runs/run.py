@@ -178,7 +178,7 @@ class PolicyReading:
     alerts: Mapping[str, str]
     positions: tuple[AtPositions, ...]
 
-    @property
+    @functools.cached_property
     def point(self) -> Point:
         """The forecast beside its truth."""
         return forecast_point(self.window, self.metrics, self.per, self.reason, self.segment)

@@ -36,13 +36,12 @@ MAX_POINTS = 600
 
 def entropy_panel(readings: Sequence[PolicyReading]) -> Panel:
     """The entropy on evaluation responses and on those that the policy learned from; undone steps are drawn apart."""
-    points = {id(r): r.point for r in readings}
-    kept = steps_kept([point for point in points.values() if point.entropy is not None]).points
-    are_kept = {id(point) for point in kept}
-    undone = {key for key, point in points.items() if point.entropy is not None and id(point) not in are_kept}
+    measured = [r.point for r in readings if r.point.entropy is not None]
+    kept = {id(point) for point in steps_kept(measured).points}
+    undone = {id(point) for point in measured} - kept
 
     def standing(name: str) -> Callable[[Any], float | None]:
-        return lambda r: None if id(r) in undone else r.metrics.get(name)
+        return lambda r: None if id(r.point) in undone else r.metrics.get(name)
 
     def end(sign: float) -> Callable[[Any], float | None]:
         def value(r: PolicyReading) -> float | None:
@@ -53,7 +52,7 @@ def entropy_panel(readings: Sequence[PolicyReading]) -> Panel:
 
     def again(r: PolicyReading) -> float | None:
         either = r.metrics.get(FRESH), r.metrics.get(LEARNED)
-        return next((v for v in either if v is not None), None) if id(r) in undone else None
+        return next((v for v in either if v is not None), None) if id(r.point) in undone else None
 
     curves = (
         Curve("line", BLUE, "entropy on evaluation responses", standing(FRESH)),
