@@ -12,11 +12,12 @@ from bokeh.models import Line, Scatter
 
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
-from sonde.runs.report.figures import LIGHT_GREY, Plot
+from sonde.runs.report.figures import Plot
 from sonde.runs.report.policy_curves import entropy_panel, prompt_noise_plot
 from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.write import write_report
 from sonde.runs.run import PolicyReading, own_value_names
+from sonde.stats.columns import LIGHT_GREY
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import header_record, reading_record, written
 from tests.runs.report.visible_text import visible_text
