@@ -2,13 +2,12 @@
 
     python -m benchmarks.demo_check [--seeds 3] [--out benchmarks/results]
 
-Runs the demo, and reads its verdict: which part of the steps another batch would need in a run like this one. Then it
-runs the demo with that batch and so many steps, the middle of what is said, at the learning rate times the root of the
-batches' ratio, as AdamW asks for. It should end at the loss of the reference. So should four times the batch, by the
-same equation, for a larger step than the verdict's.
+Runs the demo, and reads the table of its decision: how many steps another batch needs to learn as much. Then it runs
+the demo with twice and four times the batch and so many steps, the middle of what is said, at the learning rate times the
+root of the batches' ratio, as AdamW asks for. Both should end at the loss of the reference.
 
-What the verdict says of the time from here on is tried where it is said: the demo's model is trained for a while, and
-then goes on from there, with the batch as it was, and with the batch and the steps of the verdict.
+What is said of the time from here on is tried where it is said: the demo's model is trained for a while, and then goes
+on from there, with the batch as it was, and with twice the batch and the steps of the table.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import copy
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -26,25 +24,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sonde.batch_size.stats.critical_batch import relative_steps
-from sonde.batch_size.stats.proxy import FACTORS
 from torch import Tensor, nn
 
 import sonde
 from benchmarks.machine import page
+from sonde.batch_size.last_words import decision_of
+from sonde.decision.decide import Decision
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.byte_lm.train import LAST_RATE, MAX_GRAD_NORM, WARMUP_STEPS, next_byte_loss
+from sonde.runs.facts import facts_of_run
 
 BATCH, STEPS, RATE, CONTEXT = 32, 300, 1e-3, 96
-CRITICAL = FACTORS["Adam or AdamW (β = 0.9)", "euclidean"].median
-"""The critical batch size over the run's average noise scale, as the verdict takes it."""
 PIECES = 4
 """Of the demo's batch: it divides the batch."""
-COST = re.compile(
-    r"(twice|half|a batch of ([\d.,]+)) (?:the batch|sequences) "
-    r"would need ([\d.]+)(?: to ([\d.]+))? (% of|times) the steps"
-)
-"""A verdict's sentence about another batch."""
+OTHERS = (2, 4)
+"""Batches that are tried, over the demo's."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,8 @@ class Ending:
         steps: of the run.
         loss: mean over the last tenth of the steps, in nats a byte.
         average: noise scale of the run, in sequences.
-        now: noise scale where the verdict is given, at the end of the run, or where it goes on.
-        said: another batch and its part of the steps, in a run like this one and from here on, as the verdict says.
+        now: noise scale where the decision is made, at the end of the run, or where it goes on.
+        said: steps of each batch that learn as much, by the batch over the demo's.
     """
 
     batch: int
@@ -65,7 +60,14 @@ class Ending:
     loss: float
     average: float
     now: float
-    said: list[tuple[float, float]]
+    said: dict[int, float]
+
+
+def steps_said(found: Decision, scope: str) -> dict[int, float]:
+    """The steps that other batches need, over those of the present one, by the middle of the table."""
+    advice = found.advice[scope]
+    by_size = {round(plan.batch / BATCH): plan.steps.middle for plan in advice.plans}
+    return {k: middle / advice.scope.steps for k in OTHERS if (middle := by_size.get(k)) is not None}
 
 
 def demo(batch: int, steps: int, seed: int) -> Ending:
@@ -76,41 +78,18 @@ def demo(batch: int, steps: int, seed: int) -> Ending:
         options = ["--batch", batch, "--steps", steps, "--seed", seed, "--learning-rate", rate, "--out", out]
         command = [sys.executable, "-m", "sonde", "demo", *map(str, options)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-        readings = sonde.read_run(out).readings
-    losses = [r.metrics["loss"] for r in readings if r.window > 0.9 * steps and r.metrics["loss"] is not None]
-    last = readings[-1].metrics
-    average, now = (
-        last["gns/b_simple_average"] or math.nan,
-        last["gns/b_simple"] or last["gns/b_simple_low"] or math.nan,
-    )
-    return Ending(batch, steps, statistics.fmean(losses), average, now, costs_in(ended.stdout, batch))
-
-
-def costs_in(printed: str, batch: int) -> list[tuple[float, float]]:
-    """Each batch that a verdict speaks of, with the part of the steps that it needs: the middle of what is said."""
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
-    costs = []
-    for name, size, low, high, unit in COST.findall(text):
-        other = {"twice": 2.0 * batch, "half": batch / 2}.get(name) or float(size.replace(",", ""))
-        part = (float(low) + float(high or low)) / 2
-        costs.append((other, part / 100 if unit == "% of" else part))
-    return costs
-
-
-def whole_pieces(batch: float) -> int:
-    """The nearest batch that the demo's pieces divide."""
-    return max(round(batch / PIECES), 1) * PIECES
+        subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+        run = sonde.read_run(out)
+    losses = [r.metrics["loss"] for r in run.readings if r.window > 0.9 * steps and r.metrics["loss"] is not None]
+    last = run.readings[-1]
+    said = steps_said(sonde.decide(facts_of_run(run)), RUN_LIKE_THIS) if batch == BATCH else {}
+    now = last.now.ratio or last.now.low or math.nan
+    return Ending(batch, steps, statistics.fmean(losses), last.average.ratio or math.nan, now, said)
 
 
 def trials(reference: Ending, seed: int) -> dict[str, Ending]:
-    """The run that the reference's verdict advises, and that with four times the batch."""
-    more = 4 * BATCH
-    planned = {
-        "as said of a run like this one": reference.said[0],
-        "four times the batch, by the average": (more, relative_steps(more, BATCH, CRITICAL * reference.average)),
-    }
-    return {name: demo(whole_pieces(b), round(STEPS * part), seed) for name, (b, part) in planned.items()}
+    """The runs with other batches, and the steps that the reference's table has for them."""
+    return {f"{k} times the batch": demo(k * BATCH, round(STEPS * part), seed) for k, part in reference.said.items()}
 
 
 class Training:
@@ -162,10 +141,9 @@ def continued(seed: int) -> dict[str, Ending]:
         training.step(BATCH, RATE * min((k + 1) / WARMUP_STEPS, 1), probe)
     reading = probe.reading()
     probe.close()
-    said = costs_in(f"{reading.verdict.headline} {reading.verdict.detail}", BATCH)
-    average, now = reading.average.b_simple or math.nan, reading.b_simple or math.nan
-    batch, part = whole_pieces(said[1][0]), said[1][1]
-    planned = {"goes on as it was": (BATCH, STEPS), "as said of the time from here on": (batch, round(STEPS * part))}
+    said = steps_said(decision_of(probe, reading), FROM_HERE_ON)
+    average, now = reading.average.ratio or math.nan, reading.b_simple or math.nan
+    planned = {"goes on as it was": (BATCH, STEPS), "twice the batch": (2 * BATCH, round(STEPS * said[2]))}
     return {name: Ending(b, n, training.goes_on(b, n), average, now, said) for name, (b, n) in planned.items()}
 
 
@@ -175,7 +153,7 @@ def as_table(found: dict[str, list[Ending]]) -> str:
     spread = max(e.loss for e in reference) - min(e.loss for e in reference)
     scales = ", ".join(f"{e.average:.1f} and {e.now:.0f}" for e in reference)
     lines = [
-        f"Noise scale of the references, average and where the verdict is given, in sequences: {scales}. Spread of "
+        f"Noise scale of the references, average and at the end, in sequences: {scales}. Spread of "
         f"their loss over seeds: {spread:.3f} nats a byte.",
         "",
         "| run | batch × steps | loss at the end, by seed | mean | less the reference's, by seed |",

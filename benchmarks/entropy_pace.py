@@ -43,10 +43,8 @@ class Recorded:
 
 def demo(seed: int, steps: int) -> Recorded:
     """The run of `sonde demo entropy`. Its truth is the median of three neighbouring measurements."""
-    from sonde.demos.arithmetic.options import EntropyDemoOptions
-
     import sonde.integrations.trl
-    from sonde.demos.arithmetic.run import make_trainer
+    from sonde.demos.arithmetic.run import EntropyDemoOptions, make_trainer
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(EntropyDemoOptions(steps=steps, every=EVERY, seed=seed), folder)

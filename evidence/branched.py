@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sonde
+from evidence.single_steps import b_noise
 from evidence.sweep import SURE
 from evidence.tasks import OPTIMIZERS, TASKS, Units
 from evidence.training import Training
@@ -110,28 +111,21 @@ def branched(start: Training, kind: str, rule: str, units: float, n_branches: in
 def proxies(start: Training, kind: str, few: bool) -> dict[str, Any]:
     """B_simple, and B_noise along the gradient and along the optimizer's direction, at the weights of a point."""
     training = start.kept()
-    directions = {"B_noise": None} | ({} if kind.startswith("sgd") else {"B_noise, own direction": training.optimizers})
-    found: dict[str, Any] = {}
-    for name, optimizers in directions.items():
-        curvature = sonde.Curvature(
-            optimizer=optimizers,
-            batches=batches_of(training, LOOK),
-            sizes=(1, 4) if few else (1, 3, 9, 27),
-            draws=4 if few else 12,
-        )
-        measured = sonde.measure(
-            training.model,
-            lambda model, units: training.task.loss(model(units[0]), units[1]),
-            batches_of(training, MICRO),
-            unit=training.task.unit,
-            until=0.2,
-            most_batches=60 if few or found else 1500,
-            verbose=False,
-            curvature=curvature,
-        )
-        assert measured.curvature is not None
-        found.setdefault("B_simple", [measured.reading.b_simple, measured.reading.low, measured.reading.high])
-        found[name] = _numbers(measured.curvature.b_noise)
+    options: dict[str, Any] = {"sizes": (1, 4), "draws": 4} if few else {"sizes": (1, 3, 9, 27), "draws": 12}
+    looks = batches_of(training, LOOK)
+    found = {"B_noise": _numbers(b_noise(training, looks, own_direction=False, **options))}
+    reading = sonde.measure(
+        training.model,
+        lambda model, units: training.task.loss(model(units[0]), units[1]),
+        batches_of(training, MICRO),
+        unit=training.task.unit,
+        until=0.2,
+        most_batches=60 if few else 1500,
+        verbose=False,
+    ).reading
+    found["B_simple"] = [reading.b_simple, reading.low, reading.high]
+    if not kind.startswith("sgd"):
+        found["B_noise, own direction"] = _numbers(b_noise(training, looks, own_direction=True, **options))
     return found
 
 

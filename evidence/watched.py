@@ -73,7 +73,7 @@ def summary(losses: Sequence[float]) -> dict[str, float]:
 def noise_scale(reading: sonde.NoiseScaleReading) -> list[float | None]:
     """Now with its interval, on average with its interval, |G|² and tr Σ."""
     average = reading.average
-    of_run = [None] * 3 if average is None else [average.b_simple, average.low, average.high]
+    of_run = [None] * 3 if average is None else [average.ratio, average.low, average.high]
     return [reading.b_simple, reading.low, reading.high, *of_run, reading.grad_sq, reading.trace_cov]
 
 

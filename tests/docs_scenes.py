@@ -158,8 +158,6 @@ def checkpoint(page: Page) -> None:
     page.run(at_checkpoint)
     assert at_checkpoint["measurement"].reading.units_per_window == 512  # the batch to judge
     assert "GroupReading(status='resolved'" in page.printed
-    page.run(at_checkpoint)  # with curvature
-    assert at_checkpoint["measurement"].curvature.n_draws == 12
 
 
 @scene("branch.md")

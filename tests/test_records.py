@@ -127,7 +127,7 @@ def test_a_second_probe_that_cannot_be_logged_leaves_the_first_its_log() -> None
 def test_log_takes_what_a_run_log_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, calls, sink = nn.Linear(3, 1), list[tuple[dict[str, float], int]](), Recording()
-    for log in ("mine", Path("wandb"), [sink, lambda metrics, step: calls.append((metrics, step))]):
+    for log in ("./mine", Path("wandb"), [sink, lambda metrics, step: calls.append((metrics, step))]):
         with sonde.attach(model, unit="rows", log=log, verbose=False) as noise:
             windows_of_rows(noise, model, 3)
     assert [sonde.read_run(name).readings[-1].window for name in ("mine", "wandb")] == [3, 3]

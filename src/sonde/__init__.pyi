@@ -2,7 +2,6 @@
 
 from sonde import integrations as integrations
 from sonde.batch_size.attach import attach
-from sonde.batch_size.curvature import Curvature
 from sonde.batch_size.measure import Measurement, measure
 from sonde.batch_size.per_example.covered import PerExampleSquares
 from sonde.batch_size.per_example.gradients import OuterProducts
@@ -11,7 +10,6 @@ from sonde.batch_size.per_example.rules import NotCoveredError
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
-from sonde.batch_size.stats.one_step import BestStep, CurvatureReading
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.decision.decide import Decision, Wanted, decide
@@ -47,12 +45,9 @@ from sonde.version import __version__
 
 __all__ = [
     "BatchSchedule",
-    "BestStep",
     "Branch",
     "Branches",
     "CausalLMStatistics",
-    "Curvature",
-    "CurvatureReading",
     "Decision",
     "EntropyChangeOptions",
     "EntropyChangeProbe",

@@ -26,7 +26,6 @@ These are the records that sinks get. `JsonlSink` writes each as a line of JSON.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import os
@@ -44,7 +43,7 @@ from sonde.log.sinks import BRANCH_FOLDER, JsonlSink
 from sonde.log.trackers import sinks_for
 from sonde.probe import Probe, ReportSection, RolloutProbe
 from sonde.record_values import SCHEMA, check_setup, metric_values, step_number, whole_number
-from sonde.sink import TRACKERS, RecordWriter
+from sonde.sink import RecordWriter
 from sonde.stats.columns import Columns
 from sonde.version import __version__
 
@@ -60,7 +59,7 @@ METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
 
 
-class RunLog:
+class RunLog(RecordWriter):
     """The log of one run: give the same object to every probe of the run.
 
     Make it on every rank alike; records are written on rank 0 only, and never by a child that a rank forks. A sink that
@@ -104,7 +103,7 @@ class RunLog:
             checked = (*checked, JsonlSink(folder))  # `sonde branch` reads the log of each branch
         every = whole_number("every must be a whole number of windows", every)
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
-        self._writer = RecordWriter(checked)
+        super().__init__(checked)
         self._files = [sink for sink in checked if isinstance(sink, JsonlSink)]
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
@@ -115,24 +114,9 @@ class RunLog:
         """The user's own probes that were measured, by identity; held, so that no other probe gets that identity."""
 
     @property
-    def alerts(self) -> dict[str, str]:
-        """Sinks that write no more, or have refused a record: a message by name."""
-        return self._writer.alerts
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether records go anywhere still."""
-        return self._writer.has_sinks
-
-    @property
     def folder(self) -> Path | None:
         """Of the log that reports are made from; None without one."""
         return next((sink.path.parent for sink in self._files), None)
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this rank writes. Decided when the log begins: the process group may be gone when it ends."""
-        return self._writer.is_first_rank
 
     def begin(
         self,
@@ -200,21 +184,19 @@ class RunLog:
         if sections:
             described["sections"] = [asdict(section) for section in sections]
         if self._has_begun:
-            self._writer.describe({"kind": "probe", "time": time.time(), **described}, raises=raises)
+            self._hand_over({"kind": "probe", "time": time.time(), **described}, raises=raises)
         else:
             versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
             header = {"kind": "header", "time": time.time(), "schema": SCHEMA, "run": self.run, **described}
+            self._begin_here()
             try:
-                self._writer.begin({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
+                self._hand_over({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
             except Exception:  # a log without its header is no log
                 self._has_ended = True
+                self._close_sinks()
                 raise
             self._has_begun = True
         self._metrics |= dict.fromkeys(metrics, writes)
-
-    def write(self, kind: str, **content: object) -> None:
-        """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
-        self._writer.write(kind, **content)
 
     def measure(self, probe: Probe | RolloutProbe, window: int) -> None:
         """Write the present metrics of a probe of your own.
@@ -281,7 +263,8 @@ class RunLog:
     def _end(self, reason: str, window: int) -> None:
         self._has_ended = True
         self._own = {}
-        self._writer.end(reason, window=window)
+        self.write("end", window=window, reason=reason)
+        self._close_sinks()
 
 
 _made_up: set[Path] = set()
@@ -300,29 +283,11 @@ def _folder_of(run: str) -> Path:
     return folder
 
 
-def _check_folder(text: str) -> None:
-    """Refuse a folder that is none, and one that is rather the name of a tracker with a mistake.
-
-    Raises:
-        ValueError: with what to give.
-    """
-    if not text.strip():
-        raise ValueError("log must be a folder, got '': pass log='runs/my-run', or leave out log= for no log")
-    # A name of a tracker in other letters, or several: "WandB", "wandbb", "wandb,mlflow". Not "wandb-1".
-    words = [word.strip().lower() for word in text.split(",")]
-    meant = [match for word in words for match in difflib.get_close_matches(word, TRACKERS, n=1, cutoff=0.85)]
-    if len(meant) == len(words) and all(map(str.isalpha, words)) and not Path(text).exists():
-        raise ValueError(
-            f"log must be a folder, or one of {', '.join(TRACKERS)}, got {text!r}: did you mean "
-            f"log={meant if len(meant) > 1 else meant[0]!r}? A folder of that name is 'runs/{text}'"
-        )
-
-
 def log_of(log: LogOrPlaces, *, every: int = 10) -> RunLog:
     """The log passed as `log=`.
 
     Args:
-        log: None for a log without sinks; a text that names no tracker is a folder.
+        log: None for a log without sinks.
         every: windows between readings of a log that is made here.
 
     Raises:
@@ -330,7 +295,4 @@ def log_of(log: LogOrPlaces, *, every: int = 10) -> RunLog:
     """
     if isinstance(log, RunLog):
         return log
-    if isinstance(log, str) and log not in TRACKERS:
-        _check_folder(log)
-        log = Path(log)
     return RunLog(() if log is None else log, every=every)

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 logger = logging.getLogger("sonde")
 
-TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
-"""Names that a user may give in place of a tracker's run."""
 _MOST_REFUSED = 3
 """Records in a row that a sink may refuse. Then it gets no more."""
 
@@ -137,40 +135,21 @@ class RecordWriter:
         """Whether this is the process whose log it is: rank 0, and no child that rank 0 has forked."""
         return self.is_first_rank and self._pid in (None, os.getpid())
 
-    def begin(self, header: Mapping[str, object], *, raises: bool) -> None:
-        """Write the first record.
-
-        Args:
-            header: the first record.
-            raises: raise what a sink raises that must begin.
-        """
-        self._is_first_rank, self._pid = self.is_first_rank, os.getpid()
-        try:
-            self._hand_over(header, raises=raises)
-        except Exception:  # a log without its header is no log
-            self.close()
-            raise
-
-    def describe(self, probe: Mapping[str, object], *, raises: bool) -> None:
-        """Write the record of a further probe; see `begin`."""
-        self._hand_over(probe, raises=raises)
-
     def write(self, kind: str, **content: object) -> None:
-        """Write a record. What a sink raises is logged."""
+        """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
         self._hand_over({"kind": kind, "time": time.time(), **content})
 
+    def _begin_here(self) -> None:
+        """From now on, this process writes, if it is the first rank's."""
+        self._is_first_rank, self._pid = self.is_first_rank, os.getpid()
+
     def _hand_over(self, record: Mapping[str, object], *, raises: bool = False) -> None:
+        """Hand one record to the sinks; `raises`: raise what a sink raises that must begin."""
         if self._may_write:
             for sink in self._sinks:
                 sink.write(record, raises=raises)
 
-    def end(self, reason: str, *, window: int) -> None:
-        """Write the `end` record, and close the sinks."""
-        self.write("end", window=window, reason=reason)
-        self.close()
-
-    def close(self) -> None:
-        """Close the sinks."""
+    def _close_sinks(self) -> None:
         if self._may_write:
             for sink in self._sinks:
                 sink.close()

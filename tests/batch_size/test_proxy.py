@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from sonde.batch_size.stats.proxy import FACTORS, LAW_FITS_BETTER, kind_of, law_in_words, proxy_in_words
+from sonde.runs.advice import looked_up
 from torch import nn
 
 import sonde
-from sonde.batch_size.stats.proxy import FACTORS, LAW_FITS_BETTER, kind_of, law_in_words, proxy_in_words
-from sonde.runs.advice import looked_up
 from sonde.runs.report.verdicts import verdict_panels
 from sonde.runs.report.write import write_report
 from sonde.wording import number

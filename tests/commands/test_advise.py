@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from sonde.batch_size.stats.critical_batch import Estimate
+from sonde.batch_size.stats.proxy import FACTORS, IN_RL, OF_BRANCHES
 from torch import nn
 
 import sonde
-from sonde.batch_size.stats.critical_batch import Estimate
-from sonde.batch_size.stats.proxy import FACTORS, IN_RL, OF_BRANCHES
 from sonde.cli import main
 from sonde.log.sinks import JsonlSink
 from sonde.runs.report.verdicts import verdict_panels

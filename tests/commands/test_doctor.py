@@ -93,7 +93,6 @@ MISTAKES = {
     ),
     "single_examples": ("batch_size.per_example.rules:_by_position", "tensor[:, None]", "1.01 * tensor[:, None]"),
     "norm_and_clip": ("gradient_norm.scaling:_coefficient_at_hand", "else product", "else 0.999 * product"),
-    "entropy_forecast": ("policy.stats.importance:prefix_log_ratio", "ratio.cumsum(1)", "0 * ratio.cumsum(1)"),
     "log": (
         "runs.reader:Contents._add_reading",
         "reading = filled(",
@@ -148,7 +147,7 @@ def test_what_is_broken_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "finds no GPU" in rows["devices"].advice
     assert rows["report"].found.startswith("its process ended with status -6")
     assert "nope0" in rows["self-tests (ranks)"].found
-    assert all(rows[name].state == "ok" for name in ("micro batches", "entropy forecast", "log"))
+    assert all(rows[name].state == "ok" for name in ("micro batches", "norm and clip", "log"))
     assert all(each.advice for each in rows.values() if each.state != "ok")
     assert [path.name for path in tmp_path.iterdir()] == ["site"]
 

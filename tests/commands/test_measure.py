@@ -106,47 +106,12 @@ def test_other_options(gpt: Path, capsys: pytest.CaptureFixture[str], options: l
     assert ("train mode" in said) == (options == ["--train-mode"])
 
 
-def test_curvature(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As large batches as the text has sequences for, and a row for each."""
-    short = tmp_path / "short.txt"
-    short.write_text(TEXT.read_text()[:4000])  # 125 sequences: for 13 draws of 3 beside the held-out ones, not of 9
-    options = ["--data", short, "--tokens", "32", "--examples-per-piece", "1", "--most", "30", "--curvature"]
-    write_trained(gpt, tmp_path / "trained")
-    assert main(["measure", str(tmp_path / "trained"), *map(str, options), "--log", str(tmp_path / "log")]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^B_noise (\S+|less than \S+|more than \S+) sequences|^B_noise not known \(", said, flags=re.M), (
-        said
-    )
-    table = re.search(r"batch of sequences +best single step of SGD +fall of the loss *\n((?: +\d.*\n)+)", said)
-    assert table, said
-    assert [line.split()[0] for line in table[1].splitlines()] == ["1", "3"]
-    assert "gns/b_noise" in sonde.read_run(tmp_path / "log").own[-1].metrics
-    assert f"sonde branch --noise {tmp_path / 'log'} …" in said
-
-
-def write_trained(folder: Path, to: Path) -> None:
-    """The model after a few steps."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    rows = torch.stack(list(sequences(read_documents(TEXT), tokenizer, 32, seed=0)))
-    for ids in rows.split(16)[:20]:
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(to)
-    tokenizer.save_pretrained(to)
-
-
 def test_errors(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "until must be a part of B_simple between 0" in error(capsys, gpt, "--data", TEXT, "--until", 10)
     assert "--tokens must be at least 2, got 1" in error(capsys, gpt, "--data", TEXT, "--tokens", 1)
     assert "reads at most 64 tokens, got --tokens 512: pass --tokens 64" in error(capsys, gpt, "--data", TEXT)
     assert "no file or folder at" in error(capsys, gpt, "--data", tmp_path / "absent")
     assert "--device mars cannot be used here" in error(capsys, gpt, "--data", TEXT, "--device", "mars")
-    in_bf16 = error(capsys, gpt, "--data", TEXT, "--curvature", "--dtype", "bfloat16")
-    assert "--curvature takes small steps, which bfloat16 rounds away: pass --dtype float32" in in_bf16
     short = tmp_path / "short.txt"
     short.write_text("Too short a text.")
     assert "has text for 0 sequences of 64 tokens" in error(capsys, gpt, "--data", short, "--tokens", 64)

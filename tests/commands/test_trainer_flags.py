@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sonde.batch_size.stats.next_batch import Plan, Present, plan_of
 from sonde.batch_size.stats.proxy import Range
-from sonde.commands.run_script.measured import trainer_of
 from sonde.commands.trainer_flags import TRAINERS, in_trainer, trainer_named
+
+from sonde.commands.run_script.measured import trainer_of
 
 TO: dict[str, Any] = {"unit": "sequences", "present": 128, "units_seen": 64_000, "tokens": 1024}
 CRITICAL = Range(100.0, 50.0, 200.0)

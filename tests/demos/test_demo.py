@@ -25,8 +25,7 @@ pytestmark = [
 ]
 
 DEADLINE = 120.0  # seconds; a run here takes about 8 on 2 idle cores
-DEMO = ["demo", "--device", "cpu"]
-SMALL = [*DEMO, "--context", "16", "--batch", "8", "--log-every", "2", "--steps", "5000"]
+SMALL = ["demo", "--context", "16", "--batch", "8", "--log-every", "2", "--steps", "5000"]
 FORKED = """
 import functools, runpy
 from sonde.demos.byte_lm import run
@@ -75,7 +74,7 @@ def test_the_demo_learns_logs_and_says_what_it_does(tmp_path: Path, monkeypatch:
     """As users start it: 12 steps with short sequences."""
     folder = tmp_path / "run"
     options = ["--steps", "12", "--log-every", "4", "--context", "32", "--learning-rate", "3e-3", "--out", str(folder)]
-    with Python("-m", "sonde", *DEMO, *options, folder=tmp_path) as demo:
+    with Python("-m", "sonde", "demo", *options, folder=tmp_path) as demo:
         ended = demo.wait(DEADLINE)
     assert ended.status == 0, ended.err
     run = read_run(folder)
@@ -105,7 +104,7 @@ def test_the_demo_learns_logs_and_says_what_it_does(tmp_path: Path, monkeypatch:
 
     monkeypatch.setitem(sys.modules, "bokeh", None)  # 'import bokeh' raises ImportError
     screen = io.StringIO()
-    end(decide(DemoOptions(), folder, n_gpus=0, n_cores=2), Console(file=screen, width=100))
+    end(decide(DemoOptions(), folder, n_cores=2), Console(file=screen, width=100))
     needed = "the report needs bokeh: pip install 'gradsonde[report]', then run: sonde report"
     assert f"report  {needed} {folder}" in screen.getvalue()
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from sonde.batch_size.stats.proxy import Range, settings_of
 from sonde.batch_size.stats.rate_row import rate_row
 from sonde.batch_size.stats.rate_rules import rate_factor
+from torch import nn
+
 from sonde.evidence.rates import held, options_at, usual_rule_of
 
 

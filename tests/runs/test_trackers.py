@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sqlite3
-import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import sonde
 from sonde.log.trackers import FunctionSink, MlflowSink, TrackioSink, WandbSink, known_metrics, sinks_for
 from tests.batch_size.loops import Recording, small_model, train
 from tests.new_process import in_new_process
+from tests.runs.wandb_files import records_of_wandb, rows_of_wandb
 
 # These packages and what they import cause various warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,7 +34,7 @@ READINGS = [reading(10, None), reading(20, 38.0, **{"layers.0": 30.0}), reading(
 """A number that is not known, and a record that comes late."""
 ALERT = {"kind": "alert", "time": 1021.0, "window": 20, "name": "same_data", "message": "ranks share data"}
 RECORDS = [
-    {"kind": "header", "time": 1000.0, "run": "r"},
+    {"kind": "header", "time": 1000.0, "run": "r", "metrics": {"gns/b_simple": {}, "grad/norm": {}}},
     ALERT,
     *READINGS,
     ALERT | {"name": "late", "message": "after the readings"},
@@ -48,10 +49,11 @@ def write(sink: sonde.Sink) -> None:
 
 
 def test_known_metrics_have_names_that_all_trackers_take() -> None:
+    """A name that the user may have given to a metric of his own has a prefix."""
     record = reading(5, 7.0, **{"layers.0": 1.0, "layers_0": 2.0, "größe": None, "": 4.0})
-    assert known_metrics(record) == {
+    assert known_metrics(record, {"gns/b_simple"}) == {
         "gns/b_simple": 7.0,
-        "grad/norm": 5.0,
+        "sonde/grad/norm": 5.0,
         "gns_by_group/layers_0": 1.0,
         "gns_by_group/layers_0_2": 2.0,
         "gns_by_group/_": 4.0,
@@ -117,27 +119,6 @@ def test_no_run_is_begun_before_there_are_numbers(mlflow: Any) -> None:
     assert mlflow.get_run(run.info.run_id).data.tags["sonde/alert/same_data"] == "ranks share data"
 
 
-def rows_of_wandb(file: Path) -> list[dict[str, Any]]:
-    """The rows of history in an offline run's file: LevelDB's log format, blocks of chunks, behind 7 bytes of W&B's."""
-    from wandb.proto import wandb_internal_pb2
-
-    content, at, whole, rows = file.read_bytes(), 7, b"", []
-    while at < len(content):
-        left = 2**15 - at % 2**15
-        if left < 7:  # the rest of a block has no room for a chunk
-            at += left
-            continue
-        _, n, kind = struct.unpack("<IHB", content[at : at + 7])
-        whole, at = whole + content[at + 7 : at + 7 + n], at + 7 + n
-        if kind not in (1, 4):  # a whole record, or the last chunk of one
-            continue
-        record, whole = wandb_internal_pb2.Record.FromString(whole), b""
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return rows
-
-
 @pytest.mark.slow
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
@@ -157,6 +138,11 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb.teardown()  # writes the file
     assert summary == "ranks share data"
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    alerts = [record.alert for record in records_of_wandb(file) if record.WhichOneof("record_type") == "alert"]
+    assert [(alert.title, alert.text, alert.level) for alert in alerts] == [
+        ("sonde: same data", "ranks share data", "WARN"),
+        ("sonde: late", "after the readings", "WARN"),
+    ]
     rows = rows_of_wandb(file)
     found = [(row["sonde/window"], row["gns/b_simple"]) for row in rows if "gns/b_simple" in row]
     assert found == [(20, 38.0), (15, 36.0)]
@@ -164,28 +150,68 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("gns/b_simple_high" not in row for row in rows)
 
 
-def _logged_to_trackio(folder: Path) -> list[tuple[int, dict[str, float]]]:
+def _logged_to_trackio(folder: Path) -> list[list[tuple[Any, ...]]]:
     os.environ["TRACKIO_DIR"] = str(folder)  # read when trackio is first imported, as by transformers
     import trackio
 
-    run = trackio.init(project="p", name="r", embed=False, auto_log_cpu=False, auto_log_gpu=False)
-    sink, _ = sinks_for(run, Path())
-    assert isinstance(sink, TrackioSink)
-    write(sink)
-    write(sinks_for("trackio", Path())[0])  # by its name too: the run is the active one
-    run.finish()
-    with contextlib.closing(sqlite3.connect(folder / "p.db")) as stored:
-        return [(step, json.loads(metrics)) for step, metrics in stored.execute("SELECT step, metrics FROM metrics")]
+    found = []
+    for project in ("p", "sonde"):  # a run of the user's, and one that is begun by its name
+        run = trackio.init(project="p", name="r", embed=False, auto_log_cpu=False, auto_log_gpu=False)
+        sinks = sinks_for(run if project == "p" else "trackio", Path())
+        assert isinstance(sinks[0], TrackioSink)
+        if project == "p":
+            run.log({"loss": 1.0}, step=15)
+        else:
+            trackio.finish()
+        write(sinks[0])
+        if project == "p":
+            trackio.finish()
+        assert trackio.context_vars.current_run.get() is None
+        with contextlib.closing(sqlite3.connect(folder / f"{project}.db")) as stored:
+            rows = stored.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+            found.append([(step, json.loads(metrics)) for step, metrics in rows])
+            found.append(stored.execute("SELECT title, text, level FROM alerts ORDER BY id").fetchall())
+    return found
 
 
 @pytest.mark.slow
 def test_trackio(tmp_path: Path) -> None:
-    rows = in_new_process(_logged_to_trackio, tmp_path)
-    assert rows == 2 * [(int(str(record["window"])), known_metrics(record)) for record in READINGS]
-    assert [file.name for file in tmp_path.glob("*.db")] == ["p.db"]  # nothing went to a project of sonde's
+    rows, alerts, own_rows, own_alerts = in_new_process(_logged_to_trackio, tmp_path)
+    names = {"gns/b_simple", "grad/norm"}
+    windows = [int(str(record["window"])) for record in READINGS]
+    metrics = [known_metrics(record, names) | {"sonde/window": record["window"]} for record in READINGS]
+    assert rows == [(15, {"loss": 1.0}), *zip([10, 15, 15], metrics, strict=True)]
+    assert own_rows == list(zip(windows, metrics, strict=True))
+    texts = [("sonde: same data", "ranks share data", "warn"), ("sonde: late", "after the readings", "warn")]
+    assert (alerts, own_alerts) == (texts, texts)
 
 
-@pytest.mark.parametrize("wrong", [7, object(), "wanbd", {"wandb": 1}, [None], Recording])
+def test_a_function_of_a_tracker_or_a_method_of_its_run_is_that_tracker(mlflow: Any) -> None:
+    """As a function, `run.log` would be called with a step, which moves the steps of the user's rows."""
+    import trackio
+    import wandb
+
+    run = wandb.init(mode="disabled")
+    for place in (run, run.log, wandb, wandb.log):
+        assert isinstance(sinks_for(place, Path())[0], WandbSink)
+    run.finish()
+    for place in (trackio, trackio.log):
+        assert isinstance(sinks_for(place, Path())[0], TrackioSink)
+    assert isinstance(sinks_for(mlflow.log_metrics, Path())[0], MlflowSink)
+
+
+def test_alerts_reach_a_run_without_numbers_at_the_end(mlflow: Any) -> None:
+    """A run that cannot be measured has alerts alone."""
+    with mlflow.start_run() as run:
+        sink = MlflowSink()
+        for record in (*RECORDS[:2], RECORDS[-1]):
+            sink.write(record)
+        sink.close()
+    assert mlflow.get_run(run.info.run_id).data.tags["sonde/alert/same_data"] == "ranks share data"
+    assert not mlflow.get_run(run.info.run_id).data.metrics
+
+
+@pytest.mark.parametrize("wrong", [7, object(), {"wandb": 1}, [None], Recording])
 def test_what_takes_no_records_is_refused_and_what_does_is_named(wrong: object) -> None:
     with pytest.raises(
         ValueError, match=r"use a folder such as 'runs/my-run', one of 'wandb', 'mlflow', 'trackio', 'te"
@@ -193,21 +219,29 @@ def test_what_takes_no_records_is_refused_and_what_does_is_named(wrong: object) 
         sonde.RunLog(wrong)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "meant"), [("WandB", "'wandb'"), ("wandbb", "'wandb'"), ("wandb,mlflow", r"\['wandb', 'mlflow'\]")]
-)
-def test_the_misspelt_name_of_a_tracker_is_no_folder(wrong: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=rf"got '{wrong}': did you mean log={meant}\? A folder of that name is 'runs/"):
-        sonde.attach(small_model(), unit="rows", log=wrong)
-    with pytest.raises(ValueError, match="log must be a folder, got ''"):
-        sonde.attach(small_model(), unit="rows", log="")
-
-
-@pytest.mark.parametrize("folder", ["tensorboard_logs", "wandb-1", "mlflow_2", "my wandb run", "trackers"])
-def test_a_folder_may_be_named_after_a_tracker(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("word", ["neptune", "comet", "swanlab", "WandB", "wandb,mlflow", "runs1", "my run", ""])
+def test_a_bare_word_is_no_folder(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the name of a tracker, perhaps of one that sonde does not write to, or with a mistake."""
     monkeypatch.chdir(tmp_path)
-    sonde.attach(small_model(), unit="rows", log=folder, verbose=False).close()
-    assert (tmp_path / folder / "records.jsonl").exists()
+    meant = rf"for a folder, write 'runs/{word or 'my-run'}'; the trackers are 'wandb', .* in a list; for any other "
+    for log in (word, [word]):
+        with pytest.raises(ValueError, match=rf"got '{word}': .*{meant}.* a function.*: log=lambda metrics, step: run"):
+            sonde.attach(small_model(), unit="rows", log=log)
+    assert not list(tmp_path.iterdir())
+    for folder in (f"./{word}x", Path(f"{word}y")):
+        sonde.attach(small_model(), unit="rows", log=folder, verbose=False).close()
+        assert (Path(folder) / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_the_name_of_a_tracker_without_its_package_names_the_install(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"Sink needs {name}: pip install 'gradsonde\[{name}\]'"):
+        sonde.attach(small_model(), unit="rows", log=name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_log_for_reports_is_beside_whatever_is_no_sink(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor
 from torch.optim import lr_scheduler as of_torch
 
 import sonde
-from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.scaled_rate import ScaledRate
 from sonde.schedule.stats.batch_rule import now_from, replayed

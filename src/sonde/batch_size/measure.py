@@ -20,13 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import units_in_batch
-from sonde.batch_size.curvature import Curvature, CurvatureLog
 from sonde.batch_size.measured_model import MeasuredModel
-from sonde.batch_size.one_steps import OneSteps
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import BATCH_NORM, Groups, NoiseScaleOptions, is_number, n_batch_norms
 from sonde.batch_size.stats.averages import FixedWeights, window_lengths
-from sonde.batch_size.stats.one_step import CurvatureReading
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.console import tell
 from sonde.parallel.process_groups import gather_objects
@@ -64,7 +61,6 @@ class Measurement:
         n_batches: micro-batches measured, on all ranks.
         loss: mean loss over them, each with its weight; None before the first window.
         seconds: how long it took.
-        curvature: B_noise and the best single steps, if they were asked for.
     """
 
     reading: NoiseScaleReading
@@ -74,7 +70,6 @@ class Measurement:
     n_batches: int
     loss: float | None
     seconds: float
-    curvature: CurvatureReading | None = None
 
     @property
     def precision(self) -> float | None:
@@ -88,12 +83,7 @@ class Measurement:
             text = f"B_simple {in_units(known.b_simple, known.low, known.high, unit)}"
         if self.precision is not None:
             text += f", ± {100 * self.precision:.3g} %"
-        text = f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"
-        if self.curvature is None:
-            return text
-        b_noise = self.curvature.b_noise.ratio
-        ratio = f"\nB_noise is {number(b_noise / known.b_simple)} × B_simple" if b_noise and known.b_simple else ""
-        return f"{text}\n{self.curvature}{ratio}"
+        return f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"
 
     def _ending(self) -> str:
         if self.ended is None or (self.ended == "precise" and self.precision is not None):
@@ -127,7 +117,6 @@ def measure(
     log: RunLog | None = None,
     on_window: Callable[[Measurement], object] | None = None,
     verbose: bool = True,
-    curvature: bool | Curvature = False,
 ) -> Measurement:
     """Measure the gradient noise scale of a model as it is, without any update.
 
@@ -168,18 +157,13 @@ def measure(
         log: gets readings and alerts.
         on_window: called after each window with the measurement so far.
         verbose: print progress on standard error, on the first rank.
-        curvature: also measure B_noise = tr(HΣ)/GᵀHG, H the Hessian, and the best step size at several batch sizes, by
-            single steps that are taken back bit for bit: True along the plain gradient, or a `Curvature`. Held-out
-            batches and draws are taken from `batches` first: 1,069 on each rank by default. This needs memory for one
-            more copy of the weights and two more sets of gradients, and for an optimizer's direction a copy of the
-            optimizer and its weights.
 
     Returns:
         The measurement. `reading` has the noise scale, its interval and its groups, and `ended` why it stopped.
 
     Raises:
         ValueError: for an argument out of its range; a model without trainable parameters; a loss that is not a tensor
-            of no dims with a graph; fewer than two batches without `curvature`; gradients that cannot be used; ranks
+            of no dims with a graph; fewer than two batches; gradients that cannot be used; ranks
             that were called differently. An error on one rank alone, as in its data, leaves its peers waiting, as in
             training.
         RuntimeError: when the loss changes the weights.
@@ -208,17 +192,13 @@ def measure(
     target = MeasuredModel(model, wrapper)
     log = RunLog() if log is None else log
     options = partial(NoiseScaleOptions, unit, None, groups, per_example="never", every=1)
-    looks = Curvature() if curvature is True else curvature or None
 
     def checked() -> dict[str, object]:
         """What must be the same on all ranks."""
         _check_arguments(loss, batches)
-        if looks is not None and not isinstance(looks, Curvature):
-            raise ValueError(f"curvature must be True, False or a sonde.Curvature, got {curvature!r:.60}: pass True")
         check_limits(until, most_batches, batch)
         options()
-        sizes = looks and (tuple(looks.sizes), looks.draws, looks.held_out, looks.optimizer is None)
-        return {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch, "curvature": sizes}
+        return {"unit": unit, "until": until, "most_batches": most_batches, "batch": batch}
 
     with target.left_as_it_is():
         of_ranks = gather_objects(wrapper.group, checked)
@@ -228,38 +208,35 @@ def measure(
             )
         fixed, says = FixedWeights(batch), verbose and log.is_first_rank
         counts_of = partial(_counts_of, units=units, weight=weight)
-        if says and looks is not None:
-            tell(f"curvature first: {looks.draws + 1} draws of {looks.sizes[-1]} micro-batches on each rank")
-        curved = None if looks is None else _curvature(target, loss, counts_of, looks, batches, unit)
         with NoiseScaleProbe(
             target.module, None, options(), process_group=target.group, log=log, verbose=False, fixed_weights=fixed
         ) as probe:
             for line in _beginning(model, target.parameters, n_ranks=target.n_ranks, unit=unit) if says else ():
                 tell(line)
             own = islice(batches, most_batches)
-            measuring = _Measuring(target, probe, fixed, loss, own, counts_of, until, target.written(), curved)
-            measurement = measuring.run(most_batches, on_window, says=says)
-            if curved is not None:
-                log.measure(CurvatureLog(curved), measuring.n_windows)
+            measuring = _Measuring(target, probe, fixed, loss, own, counts_of, until, target.written())
+            told = [] if on_window is None else [on_window]
+            measurement = measuring.run(most_batches, [*told, some_seconds_apart(tell)] if says else told)
             if says:
                 tell(str(measurement))
             return measurement
 
 
-def _curvature(
-    target: MeasuredModel,
-    loss: LossOf,
-    counts_of: Callable[[Any], tuple[float, float]],
-    options: Curvature,
-    batches: Any,
-    unit: str,
-) -> CurvatureReading:
-    def piece(data: Any, weight: float) -> None:
-        found = _loss_with_graph(loss, target.module, data)
-        found.backward(gradient=torch.full_like(found, weight))
+def some_seconds_apart(say: Callable[[str], object]) -> Callable[[Measurement], None]:
+    """A function for `on_window` that says the measurement so far, some seconds apart.
 
-    own = batches if options.batches is None else options.batches
-    return OneSteps(target, loss, piece, counts_of, options, unit).run(iter(own))
+    Args:
+        say: takes the words.
+    """
+    last = time.monotonic()
+
+    def on_window(so_far: Measurement) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            say(str(so_far))
+
+    return on_window
 
 
 def _beginning(model: nn.Module, parameters: Sequence[Tensor], *, n_ranks: int, unit: str) -> Iterator[str]:
@@ -345,7 +322,6 @@ class _Measuring:
         counts_of: units and weight of a batch.
         until: the precision that is wanted.
         n_written: how often the weights had been written to.
-        curved: what was seen of the curvature before; None if it was not asked for.
         start: when it began.
         n_taken: micro-batches of this rank so far.
         n_windows: windows so far.
@@ -360,32 +336,31 @@ class _Measuring:
     counts_of: Callable[[Any], tuple[float, float]]
     until: float
     n_written: int
-    curved: CurvatureReading | None
     start: float = field(default_factory=time.perf_counter)
     n_taken: int = 0
     n_windows: int = 0
     sums: Sequence[float] = (0.0, 0.0, 0.0, 0.0)
 
-    def run(
-        self, most_batches: int | None, on_window: Callable[[Measurement], object] | None, *, says: bool
-    ) -> Measurement:
-        """Measure windows until the interval is narrow, or nothing is left to measure."""
+    def run(self, most_batches: int | None, told: Sequence[Callable[[Measurement], object]]) -> Measurement:
+        """Measure windows until the interval is narrow, or nothing is left to measure.
+
+        Args:
+            most_batches: of this rank; None for all.
+            told: called with the measurement after each window.
+        """
         in_16_bits = any(p.dtype.itemsize == 2 for p in self.target.parameters)
-        longest, last_said = _LONGEST_IN_16_BITS if in_16_bits else math.inf, time.monotonic()
+        longest = _LONGEST_IN_16_BITS if in_16_bits else math.inf
         for length in window_lengths(self.target.n_data_ranks, longest=longest):
             n_pieces = self._window(length)
             if n_pieces < 2:  # what is left cannot be compared with anything
                 break
-            is_due = says and time.monotonic() - last_said >= _SECONDS_BETWEEN_LINES
-            so_far = self._so_far(None) if is_due or on_window is not None else None
-            if is_due:
-                last_said = time.monotonic()
-                tell(str(so_far))
-            if on_window is not None and so_far is not None:
-                on_window(so_far)
+            if told:
+                so_far = self._so_far(None)
+                for each in told:
+                    each(so_far)
             if self.target.on_all_ranks(here=self._is_precise()):
                 return self._so_far("precise")
-        if not self.n_windows and self.curved is None:  # which may have taken all that there was
+        if not self.n_windows:
             raise ValueError(
                 f"a noise scale compares batches, and there was {'only one' if n_pieces else 'none'}: pass two or "
                 "more, such as smaller batches of the same data, or a new iterator if this one was used before"
@@ -458,5 +433,4 @@ class _Measuring:
             n_batches=round(n_batches),
             loss=weighted / weights if weights else None,
             seconds=time.perf_counter() - self.start,
-            curvature=self.curved,
         )

@@ -56,8 +56,6 @@ class MeasuredModel:
         """Whether this rank counts its micro-batches; of ranks that share them, one does."""
         self.n_data_ranks = wrapper.n_ranks
         """Ranks that have data of their own."""
-        self.n_averaged = wrapper.n_ranks if reduces_itself else 1
-        """Ranks over which backward has averaged what `reduce_gradients` leaves in `.grad`; 1 for a sum."""
         self.group = None if self._is_cut else wrapper.group
         """The ranks over which a plain model's gradients are added up; a cut model knows its own."""
         self.communicates = reduces_itself or n_sync_batch_norms(self.module, self.n_ranks) > 0

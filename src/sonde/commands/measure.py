@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,9 +14,7 @@ from rich.console import Console
 from torch import Tensor
 from tyro.conf import Positional, arg
 
-from sonde.batch_size.curvature import Curvature
-from sonde.batch_size.measure import Measurement, check_limits, measure
-from sonde.batch_size.stats.one_step import CurvatureReading
+from sonde.batch_size.measure import Measurement, check_limits, measure, some_seconds_apart
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.commands.branch_result import print_table
 from sonde.commands.text import read_documents, sequences
@@ -31,7 +28,6 @@ from sonde.version import install_hint
 from sonde.wording import count, estimate, number, percent, plural
 
 _UNIT = "sequences"
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,6 @@ class MeasureOptions:
         device: Where to measure: cpu, cuda, cuda:1, xpu, mps. With auto, on the first GPU if there is one.
         dtype: Dtype of the weights and gradients.
         train_mode: Measure in train mode, with the model's dropout.
-        curvature: Also measure the noise scale with curvature, and the best step at several batch sizes, by single
-            steps. This needs memory for one more copy of the weights and two more sets of gradients.
         seed: Seed of the order of the sequences, and of dropout.
         log: Folder for a log, from which `sonde report` makes a page.
     """
@@ -69,7 +63,6 @@ class MeasureOptions:
     device: Annotated[str, arg(metavar="DEVICE")] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     train_mode: bool = False
-    curvature: bool = False
     seed: Annotated[int, arg(metavar="N")] = 0
     log: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(optional)")] = None
 
@@ -101,8 +94,6 @@ def run_measure(options: MeasureOptions) -> int:
     """
     check_ranges(options)
     check_limits(options.until, options.most, options.batch)
-    if options.curvature and options.dtype != "float32":
-        raise ValueError(f"--curvature takes small steps, which {options.dtype} rounds away: pass --dtype float32")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     device = _device(options.device)
     documents = read_documents(options.data)
@@ -110,8 +101,7 @@ def run_measure(options: MeasureOptions) -> int:
         model, tokenizer = _load(options, device)
         pieces = _pieces(documents, tokenizer, options)
         console.print(_setting(model, device, options))
-        curvature = _curvature(documents, tokenizer, options) if options.curvature else None
-        measurement = _measured(model, pieces, device, options, console, curvature)
+        measurement = _measured(model, pieces, device, options, console)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{device} has too little memory: pass a smaller --examples-per-piece or --tokens, or --dtype bfloat16"
@@ -126,16 +116,7 @@ def _measured(
     device: torch.device,
     options: MeasureOptions,
     console: Console,
-    curvature: Curvature | None,
 ) -> Measurement:
-    last = time.monotonic()
-
-    def on_window(so_far: Measurement) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            console.print(f"  {so_far}")
-
     torch.manual_seed(options.seed)  # of dropout; this process does nothing else
     return measure(
         model,
@@ -146,19 +127,9 @@ def _measured(
         most_batches=None if options.most is None else math.ceil(options.most / options.examples_per_piece),
         batch=options.batch,
         log=_log(options),
-        on_window=on_window,
+        on_window=some_seconds_apart(lambda text: console.print(f"  {text}")),
         verbose=False,
-        curvature=curvature or False,
     )
-
-
-def _curvature(documents: Iterable[str], tokenizer: Any, options: MeasureOptions) -> Curvature:
-    """Pieces of their own, in another order, and batches as large as the text has pieces for."""
-    usual = Curvature()
-    needed = [usual.held_out + (usual.draws + 1) * size for size in usual.sizes]
-    own = list(itertools.islice(_pieces(documents, tokenizer, replace(options, seed=options.seed + 1)), needed[-1]))
-    sizes = [size for size, n in zip(usual.sizes, needed, strict=True) if n <= len(own)]
-    return replace(usual, batches=own, sizes=sizes if len(sizes) > 1 else usual.sizes)
 
 
 def _device(name: str) -> torch.device:
@@ -260,8 +231,6 @@ def _print_result(measurement: Measurement, options: MeasureOptions, console: Co
     console.print(f"loss {number(measurement.loss, 4)} nats per token")
     for line in _meaning(measurement, options):
         console.print(line)
-    if measurement.curvature is not None and measurement.curvature.steps:
-        print_table(_step_rows(measurement.curvature), console, right=range(3))
     rows = _group_rows(reading.groups, total_grad_sq=reading.grad_sq, total_trace_cov=reading.trace_cov)
     print_table(rows, console, right=range(1, 4))
     if options.log is not None:
@@ -284,14 +253,6 @@ def _meaning(measurement: Measurement, options: MeasureOptions) -> Iterator[str]
             "In published runs, the critical batch size was 0.1 to 20 times the noise scale: `sonde branch` measures "
             "it. The noise scale grows while a model trains. Pass --batch N for a verdict on a batch of N."
         )
-
-
-def _step_rows(curvature: CurvatureReading) -> Iterator[Row]:
-    """The best step at each batch size, and how far the loss of held-out sequences falls there."""
-    yield f"batch of {_UNIT}", "best single step of SGD", "fall of the loss"
-    for step in curvature.steps:
-        size, fall = step.size, "–" if step.fall is None else f"{number(step.fall)} ± {number(step.fall_error, 2)}"
-        yield number(step.batch), estimate(size.status, size.ratio, size.low, size.high), fall
 
 
 def _group_rows(groups: Any, *, total_grad_sq: float | None, total_trace_cov: float | None) -> Iterator[Row]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -30,6 +32,46 @@ class LastingConsole(Console):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         os.close(devnull)
+
+
+class RecordLines:
+    """A sink that prints alerts, and a line for each record of the run: the same numbers as in the log.
+
+    Args:
+        console: where the lines go.
+        line_of: the line of a record; None for no line.
+    """
+
+    def __init__(self, console: Console, line_of: Callable[[Mapping[str, Any]], str | None]) -> None:
+        self._console, self._line_of = console, line_of
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Print a record."""
+        line = f"alert: {record['message']}" if record["kind"] == "alert" else self._line_of(record)
+        if line is not None:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """No record follows."""
+
+
+def check_ranges(options: Any, *counts: str) -> None:
+    """Refuse options of a demo out of their range.
+
+    Args:
+        options: with a `seed` and a `learning_rate`.
+        *counts: names of options that are at least 1, or None.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name in counts:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}: give a whole number from 1 up")
+    if not 0 <= options.seed < 2**31:
+        raise ValueError(f"seed must be at least 0 and less than 2³¹, got {options.seed}: choose another seed")
+    if not 0 < options.learning_rate < math.inf:
+        raise ValueError(f"learning_rate must be positive and finite, got {options.learning_rate}: try 0.001")
 
 
 def choose_folder(out: Path | None) -> Path:

@@ -228,8 +228,7 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
         self._closed = True
-        if self._file is not None:
-            self._file.close()
+        self.unlock()
 
     def lock(self, *, patience: float | None = None) -> None:
         """Let no other process write to the log. The first record does this too.

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-
 from sonde.batch_size.stats.critical_batch import (
     Estimate,
     Verdict,

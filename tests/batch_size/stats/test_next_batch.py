@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from sonde.batch_size.stats.critical_batch import Estimate, Kind, critical, judge_batch
 from sonde.batch_size.stats.next_batch import (
     FROM_HERE_ON,

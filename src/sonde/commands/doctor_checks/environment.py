@@ -20,7 +20,7 @@ from sonde.version import TESTED, install_hint
 OF_EXTRAS = {
     "bokeh": ("3.6", "4", "report"),
     "tensorboard": ("2.16", "", "tensorboard"),
-    "wandb": ("0.19", "", "wandb"),
+    "wandb": ("0.19.10", "", "wandb"),
     "mlflow-skinny": ("3", "", "mlflow"),
     "trackio": ("0.20", "", "trackio"),
     "accelerate": (*TESTED["accelerate"], "accelerate"),

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import sonde
 from sonde.commands.doctor_checks.check import REPORT_IT, Check, checked
@@ -99,38 +99,6 @@ def norm_and_clip(_: Path) -> Compared:
     return "1,000 clipped elements", [norm, *weight.grad.tolist()], [whole, *(g / whole for g in before)]
 
 
-# A policy whose next token, 0 or 1, depends on the last one alone. Tokens 2 and 3 are prompts.
-
-_QUARTERS = ((1, 3), (2, 2), (3, 1), (2, 2))
-"""By the last token, the probability of tokens 0 and 1, in quarters."""
-
-
-class _Policy(nn.Embedding):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids)
-
-
-def _entropy(logits: Tensor) -> float:
-    """Entropy in nats a token of all responses of two tokens to both prompts; logits: [last token, next token]."""
-    p = logits.detach().double().softmax(-1)
-    each = -(p * p.log()).sum(-1)
-    return float((each[2:] + p[2:] @ each[:2]).mean()) / 2
-
-
-def entropy_forecast(_: Path) -> Compared:
-    """The change of entropy by a large step, beside all responses that are possible."""
-    policy = _Policy(4, 2)
-    policy.load_state_dict({"weight": torch.tensor(_QUARTERS).log()})
-    policy.weight.grad = torch.tensor([[0.5, -0.5], [-0.3, 0.3], [0.2, -0.2], [0.4, -0.4]])
-    # Each response is there as often as it is likely, so a mean over responses is an expectation.
-    often = [[0] * zeros + [1] * ones for zeros, ones in _QUARTERS]
-    ids = torch.tensor([[prompt, a, b] for prompt in (2, 3) for a in often[prompt] for b in often[a]])
-    rollouts = sonde.Rollouts({"input_ids": ids}, mask=torch.ones(len(ids), 2), prompt=ids[:, 0])
-    forecast = sonde.EntropyChangeProbe(policy, torch.optim.SGD(policy.parameters(), lr=1.0)).forecast(rollouts)
-    after, before = _entropy(policy.weight - policy.weight.grad), _entropy(policy.weight)
-    return "the change by a step", [math.nan if forecast.delta is None else forecast.delta], [after - before]
-
-
 @contextlib.contextmanager
 def _logged(folder: Path) -> Iterator[None]:
     """The log of one step, in a new folder on the disk of the user's logs, which is removed again."""
@@ -201,7 +169,7 @@ def FSDP2(_: Path) -> Compared:
     return _on_this_rank(model)
 
 
-ALONE: Sequence[Test] = (devices, micro_batches, single_examples, norm_and_clip, entropy_forecast, log, report)
+ALONE: Sequence[Test] = (devices, micro_batches, single_examples, norm_and_clip, log, report)
 ON_RANKS: Sequence[Test] = (DDP, FSDP2)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-import torch
 from rich.console import Console
 from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, start_processes
@@ -49,7 +48,7 @@ def run_demo(options: DemoOptions) -> int:
     console = LastingConsole(highlight=False)
     sources = find_sources()
     folder = choose_folder(options.out)
-    setup = decide(options, folder, n_gpus=torch.cuda.device_count(), n_cores=_n_cores())
+    setup = decide(options, folder, n_cores=_n_cores())
     folder.mkdir(parents=True, exist_ok=True)
     _announce(setup, n_bytes=sum(source.stat().st_size for source in sources), console=console)
     if failure := launch(setup):
@@ -66,13 +65,12 @@ def _n_cores() -> int:
 
 
 def _announce(setup: Setup, *, n_bytes: int, console: Console) -> None:
-    where = "the CPU" if setup.device == "cpu" else "one GPU each"
     console.print(
-        f"sonde demo: {setup.ranks} processes on {where} train a small transformer to write Python, byte by byte, "
-        f"from the {n_bytes / 1e6:.0f} MB of Python's standard library. Meanwhile sonde measures the gradient noise "
-        "scale B_simple: it shows how large a batch may be and still be worth its cost. Ctrl-C stops early and keeps "
-        "what was measured.\n\n"
-        f"Starting {setup.ranks} processes ...\n",
+        f"sonde demo: {setup.options.ranks} processes on the CPU train a small transformer to write Python, byte by "
+        f"byte, from the {n_bytes / 1e6:.0f} MB of Python's standard library. Meanwhile sonde measures the gradient "
+        "noise scale B_simple: it shows how large a batch may be and still be worth its cost. Ctrl-C stops early and "
+        "keeps what was measured.\n\n"
+        f"Starting {setup.options.ranks} processes ...\n",
         width=min(console.width, PANEL_WIDTH),
     )
 
@@ -94,7 +92,7 @@ def launch(setup: Setup) -> str:
     with TemporaryDirectory(prefix="sonde-demo-") as folder, _at_ctrl_c(_asks(is_asked_to_stop)):
         given = setup, Path(folder) / "ranks", is_asked_to_stop, os.getpid()
         with _interrupts_held_back():
-            ranks = start_processes(train_rank, given, setup.ranks, join=False, daemon=True)
+            ranks = start_processes(train_rank, given, setup.options.ranks, join=False, daemon=True)
         assert ranks is not None
         try:
             while not ranks.join():

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,7 @@ import sonde
 from sonde.batch_size.stats.columns import NOISE_SCALE
 from sonde.demos.byte_lm.options import Setup
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
-from sonde.demos.console import LastingConsole
+from sonde.demos.console import LastingConsole, RecordLines
 from sonde.stats.intervals import logged_interval
 from sonde.wording import count, in_units, number, percent
 
@@ -43,31 +42,25 @@ def train_rank(rank: int, setup: Setup, meeting_point: Path, is_asked_to_stop: E
         is_asked_to_stop: set by the launcher at Ctrl-C. All ranks then stop together, after the same step.
         launcher: its process. If it is gone, the ranks stop too.
     """
-    where: dict[str, Any] = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": setup.ranks}
-    if setup.device == "cuda":  # NCCL, which serves CUDA and ROCm alone: the demo is not for other accelerators
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **where)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(setup.threads)
-        dist.init_process_group("gloo", **where)
+    where: dict[str, Any] = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": setup.options.ranks}
+    torch.set_num_threads(setup.threads)
+    dist.init_process_group("gloo", **where)
     try:
-        _train(setup, device, lambda: is_asked_to_stop.is_set() or os.getppid() != launcher)
+        _train(setup, lambda: is_asked_to_stop.is_set() or os.getppid() != launcher)
     finally:
         dist.destroy_process_group()
 
 
-def _train(setup: Setup, device: torch.device, must_stop: Callable[[], bool]) -> None:
+def _train(setup: Setup, must_stop: Callable[[], bool]) -> None:
     rank, options = dist.get_rank(), setup.options
     corpus = read_corpus(find_sources())
     torch.manual_seed(options.seed)  # the same initial weights on every rank
-    model = DistributedDataParallel(ByteTransformer(context=options.context).to(device))
+    model = DistributedDataParallel(ByteTransformer(context=options.context))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
 
     logging.getLogger("sonde").addHandler(logging.NullHandler())  # the lines show the alerts of the probe
     log = sonde.RunLog(
-        [sonde.JsonlSink(setup.folder), TrainingLines(setup, LastingConsole(highlight=False))],
+        [sonde.JsonlSink(setup.folder), RecordLines(LastingConsole(highlight=False), _lines(setup))],
         run="sonde demo: byte-level language model",
         metadata=setup.metadata(),
         every=options.log_every,
@@ -79,7 +72,7 @@ def _train(setup: Setup, device: torch.device, must_stop: Callable[[], bool]) ->
                 probe.close("interrupted")
                 return
             generator = window_generator(options.seed, step, rank)
-            windows = draw_windows(corpus, setup.batch // setup.ranks, options.context, generator).to(device)
+            windows = draw_windows(corpus, setup.batch // options.ranks, options.context, generator)
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate * rate_at(step, options.steps)
 
@@ -93,7 +86,7 @@ def _train(setup: Setup, device: torch.device, must_stop: Callable[[], bool]) ->
 
 def _any_rank(value: bool) -> bool:
     """Whether it is so on any rank. All ranks call this together and get the same answer."""
-    found = torch.tensor(float(value))  # on the CPU, through gloo, so that nothing waits for the GPU
+    found = torch.tensor(float(value))
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found)
 
@@ -145,33 +138,20 @@ def rate_at(step: int, n_steps: int) -> float:
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
 
 
-class TrainingLines:
-    """A sink that prints the probe's records as lines, a few seconds apart: the same numbers as in the log.
+def _lines(setup: Setup) -> Callable[[Mapping[str, Any]], str | None]:
+    """The lines of readings, a few seconds apart, and of the last one."""
+    last = time.monotonic()
 
-    Args:
-        setup: the run.
-        console: where the lines go.
-    """
+    def line_of(record: Mapping[str, Any]) -> str | None:
+        nonlocal last
+        if record["kind"] != "reading":
+            return None
+        if time.monotonic() - last < _SECONDS_BETWEEN_LINES and record["window"] != setup.options.steps:
+            return None
+        last = time.monotonic()
+        return _line(record, setup)
 
-    def __init__(self, setup: Setup, console: Console) -> None:
-        self._setup, self._console = setup, console
-        self._last = time.monotonic()
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record of the probe."""
-        if record["kind"] == "alert":
-            self._print(f"alert: {record['message']}")
-        elif record["kind"] == "reading":
-            is_due = time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES
-            if is_due or record["window"] == self._setup.options.steps:
-                self._last = time.monotonic()
-                self._print(_line(record, self._setup))
-
-    def close(self) -> None:
-        """No record follows."""
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, markup=False)
+    return line_of
 
 
 def _line(reading: Mapping[str, Any], setup: Setup) -> str:
