@@ -23,7 +23,7 @@ import importlib.util, sys
 ROWS = {
     "sonde.batch_size.stats.columns": (
         '    "gns/u": Metric',
-        '    "gns/halves": Metric(UNIT, "half of the batch", lambda of: of.effective_units / 2, _SCALE),',
+        '    "gns/halves": Metric(UNIT, "half of it", lambda of: of.effective_units / 2, _SCALE, term="Half"),',
     ),
     "sonde.policy.stats.columns": (
         '    "entropy/v_x": ',
@@ -56,6 +56,7 @@ policy.end("done")
 probe.close()
 
 run = sonde.read_run(folder)
+from sonde.runs.report.how_measured import how_measured
 from sonde.runs.report.write import report_sections
 drawn = {s.title: [part.in_words for part in s.content if hasattr(part, "in_words")] for s in report_sections(run)}
 names = ("gns/halves", "entropy/doubled")
@@ -64,6 +65,7 @@ print(json.dumps({
     "read": {name: run.series(name) for name in names},
     "described": {name: [run.metrics[name].unit, run.metrics[name].meaning] for name in names},
     "drawn": drawn,
+    "measured": {row.term: row.paragraphs for row in how_measured(run)},
 }))
 """
 
@@ -74,11 +76,12 @@ def test_a_row_is_all_that_a_new_number_needs(tmp_path: Path) -> None:
     assert found["tracker"] == {"gns/halves": 6.0, "entropy/doubled": -2.0}
     assert found["read"]["gns/halves"] == [[1, 2, 3, 4], [6.0] * 4]
     assert found["read"]["entropy/doubled"] == [[1, 2, 3, 4], [-0.5, -1.0, -1.5, -2.0]]
-    assert found["described"]["gns/halves"] == ["rows", "half of the batch"]
+    assert found["described"]["gns/halves"] == ["rows", "half of it"]
     lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert [r["metrics"]["gns/halves"] for r in lines if r["kind"] == "reading"] == [6.0] * 4
     [scale] = found["drawn"]["Noise scale and batch size"]
-    assert "half of the batch: 6 at first, 6 at last" in scale
+    assert "half of it: 6 at first, 6 at last" in scale
+    assert found["measured"]["Half"] == ["6: half of it."]
     [own] = found["drawn"]["A section"]
     assert "twice it: −0.500 at first, −2 at last" in own
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from sonde.batch_size.pace import Cost, WindowCosts
 from sonde.batch_size.stats.columns import (
     METRICS,
+    NOISE_SCALE,
     NORM,
     OF_EACH_METRIC,
     OF_INTERVAL,
@@ -381,7 +382,7 @@ def _of_window(metric: str, solved: SolvedWindow | None) -> dict[str, float | No
 
 def _sections(names: Iterable[str]) -> tuple[ReportSection, ...]:
     """The report's section with the noise scale in each further metric; none without them."""
-    curves = tuple(f"gns/{name}/b_simple" for name in names)
+    curves = tuple(in_metric(NOISE_SCALE, name) for name in names)
     text = (
         "The noise scale of the same gradients in other metrics, now, as above. The "
         "verdict speaks of the first metric alone."

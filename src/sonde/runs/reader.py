@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sonde.batch_size.stats.columns import NOISE_SCALE
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LONGEST_LINE, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
+from sonde.policy.stats.columns import PROMPT_NOISE
 from sonde.record_values import SCHEMA, SETTINGS
 from sonde.runs.run import (
     Alert,
@@ -28,7 +30,7 @@ from sonde.wording import plural
 
 LARGEST = 1e150
 """Largest size of a number that sonde writes. The square of a larger number overflows."""
-NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
+NEVER_NEGATIVE = (NOISE_SCALE, PROMPT_NOISE)
 """Beginnings of the names of metrics that are never negative."""
 ADVICE = "give a folder that sonde wrote"
 """What to do with a file that is not a run's log."""

@@ -101,6 +101,7 @@ class Metric(Description):
         panel: the figure of the report that draws it; None for none.
         curve: how it is drawn there.
         as_text: what writes the number.
+        term: its row in the report's table "How this was measured"; empty for none.
         is_listed: whether the report's table "What each forecast is made of" lists it.
     """
 
@@ -108,6 +109,7 @@ class Metric(Description):
     panel: Panel | None = None
     curve: Curve = Curve("line")
     as_text: Callable[[float], str] = number
+    term: str = ""
     is_listed: bool = False
 
     @property

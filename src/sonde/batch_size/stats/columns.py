@@ -49,14 +49,16 @@ OF_READING: Columns = {
     "gns/effective_units": Metric(UNIT, "effective number of units in a window (Kish)"),
     "gns/scatter": Metric("ratio", "standard deviation of log(tr Σ/|G|²) of single windows about the level, at most"),
     "gns/first_step": Metric("step", "first step of the average; other parameters were trained before"),
-    "gns/consistency": Metric("ratio", "tr Σ within ranks over tr Σ between ranks; about 1 when data are sound"),
+    "gns/consistency": Metric("ratio", "tr Σ within ranks over tr Σ between ranks; about 1 when data are sound",
+                              term="Consistency"),
     "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
     "gns/windows_needed": Metric("windows", "measured windows still needed for ± 20 %; null when not known"),
     "gns/warms_up": Metric("0 or 1", "1 while the learning rate has only risen and still rises: no batch is judged"),
-    "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
-    "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
+    "gns/scale": Metric("ratio", "κ, the optimizer's gradient over the sum of the pieces' gradients", term="Scale"),
+    "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain",
+                                 term="Beside the scale", as_text=percent),
     "gns/covered": Metric("fraction", "part of |F|² that the noise scale speaks of; 1 for all", _covered),
-}
+}  # fmt: skip
 """Numbers of a `NoiseScaleReading`."""
 OF_WINDOWS: Columns = {
     NORM: Metric("gradient", "gradient norm: averaged over ranks, before clipping or any later scaling",
@@ -72,9 +74,7 @@ OF_WINDOWS: Columns = {
 OF_INTERVAL: Columns = {
     "cost/seconds_per_window": Metric("seconds", "host time that the probe costs, per window of training"),
     "cost/fraction": Metric("fraction", "that host time over the time between windows"),
-    "cost/share": Metric(
-        "fraction", "part of the time that measuring takes, in the last measured windows", "cost.share"
-    ),
+    "cost/share": Metric("fraction", "part of the time that measuring takes, in the last windows", "cost.share"),
     "cost/share_error": Metric("fraction", "standard error of cost/share", "cost.error"),
     "cost/every": Metric("windows", "windows of training for each measured one now", "cost.every"),
     "run/units_seen": Metric(UNIT, "units seen: since the start", panel=_SCALE, curve=Curve("none"), as_text=count),

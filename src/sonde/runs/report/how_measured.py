@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sonde.batch_size.stats.columns import METRICS
 from sonde.record_values import SETTINGS, spacing
 from sonde.runs.report.verdicts import failed_checks
 from sonde.runs.run import PROMPT_NOISE, Run
@@ -133,17 +134,10 @@ def _trust_rows(run: Run) -> Iterator[Row]:
     last = run.readings[-1]
     dropped = tuple(f"{plural(n, 'window')}: {reason}" for reason, n in last.dropped.items())
     yield Row("Windows left out", dropped[:_MAX_ITEMS] or (f"None up to window {count(last.window)}.",))
-    names = ("gns/consistency", "gns/scale", "gns/scale_residual", "cost/every")
-    consistency, scale, residual, every = map(last.metrics.get, names)
-    if consistency is not None:
-        meaning = "noise measured within ranks divided by noise measured between ranks. It should be about 1"
-        yield Row("Consistency", (f"{number(consistency)}: {meaning}.",))
-    if scale is not None:
-        text = f"The optimizer's gradient was {number(scale)} times the sum of the pieces' gradients."
-        if residual is not None:
-            text += f" The part that this factor does not explain is {percent(residual)} of the gradient's norm."
-        yield Row("Scale", (text,))
-    if every is not None:
+    for name, column in METRICS.items():
+        if column.term and (value := last.metrics.get(name)) is not None:
+            yield Row(column.term, (f"{column.text(value)}: {column.meaning}.",))
+    if last.metrics.get("cost/every") is not None:
         yield Row("Measured windows", (_pace(run.probe("reading").setup, last.metrics),))
     fraction, seconds = run.mean("cost/fraction"), run.mean("cost/seconds_per_window")
     share = "" if fraction is None else f"{percent(fraction)} of the training time"

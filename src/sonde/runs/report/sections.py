@@ -309,7 +309,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
     if all(group.status == "unresolved" for group in groups):
         return "No group of parameters has a known noise scale yet: measure more windows."
     batch, _ = logged_batch(reading.metrics, unit)
-    overall = reading.metrics.get("gns/b_simple") if reading.status == "resolved" else None
+    overall = reading.now.ratio
     shown = [v for v in (batch, overall, *(v for g in groups for v in (g.b_simple, g.low))) if v]
     x = scale_for([*shown, *reachable([g.high for g in groups if g.high is not None], shown)], "log")
     y, is_tall = Scale("linear", len(groups) - 0.3, -0.7), len(groups) > _TALL  # downwards: the first group on top
