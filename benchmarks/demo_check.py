@@ -2,8 +2,8 @@
 
     python -m benchmarks.demo_check [--seeds 3] [--out benchmarks/results]
 
-Runs the demo, and reads the table of its decision: how many steps another batch needs to learn as much. Then it runs
-the demo with twice and four times the batch and so many steps, the middle of what is said, at the learning rate times the
+Runs the demo, and reads the table of its decision: how many steps another batch needs to learn as much. Then it
+runs the demo with twice and four times the batch and so many steps, the middle of what is said, at the rate times the
 root of the batches' ratio, as AdamW asks for. Both should end at the loss of the reference.
 
 What is said of the time from here on is tried where it is said: the demo's model is trained for a while, and then goes

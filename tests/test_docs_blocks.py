@@ -56,9 +56,8 @@ def test_readings_are_printed_as_the_pages_show_them() -> None:
     known |= {"unit": "sequences", "doubts": {}, "dropped": {}, "further_units": {}, "n_steps": 240, "first_step": 1}
     known |= {"warms_up": False}
     known |= {
-        "average": sonde.Estimate(24.1, 22.0, 26.0),
+        "average": sonde.RatioInterval("resolved", 22.0, 26.0, ratio=24.1),
         "optimizer": "Adam or AdamW (β = 0.9)",
-        "metric": "euclidean",
     }
     reading = sonde.NoiseScaleReading(**known)
     shown = [

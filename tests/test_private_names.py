@@ -16,7 +16,6 @@ OF_PYTHON = {"_getframe", "_exit"}
 
 
 OF_ITS_OWN_CLASS = {
-    "batch_size/probe.py": {"_say", "_tracker"},
     "batch_size/step_watch.py": {"_before_any_step", "_before_given_step", "_before_step"},
     "policy/entropy_change.py": {"_forecast"},
 }

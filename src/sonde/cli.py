@@ -19,7 +19,7 @@ INTERRUPTED = 130  # what shells expect after Ctrl-C
 COMMANDS = {
     "run": ("sonde.commands.run", "measure a training script as it is: sonde run -- train.py"),
     "report": ("sonde.commands.report", "write the report of a run"),
-    "compare": ("sonde.commands.compare", "compare several runs: noise scales, losses, costs, settings"),
+    "compare": ("sonde.commands.compare", "compare several runs: losses at equal units, steps and time"),
     "watch": ("sonde.commands.watch", "watch runs while they train, in the terminal and on a page"),
     "advise": ("sonde.commands.advise", "say which batch size and learning rate to take next, and what they save"),
     "measure": ("sonde.commands.measure", "measure a checkpoint on your text, without training"),

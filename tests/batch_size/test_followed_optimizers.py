@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import sonde
+from sonde.batch_size.last_words import decision_of
 from tests.batch_size.loops import attached, batch, mean_loss, piece_losses, sgd, small_model, windows_of
 from tests.pretend_device import DEVICE, PretendDevice
 
@@ -171,8 +172,9 @@ def test_the_rate_of_the_optimizer_decides_when_the_warm_up_is_over(is_given: bo
                     pretended.catch_up(but=5)  # the device lags behind
                 if window in (105, 215):
                     reading = probe.reading()
-                    known = bool(reading.verdict.in_short), probe.metrics()["gns/warms_up"]
+                    decision = decision_of(probe, reading)
+                    known = decision.kind != "wait", probe.metrics()["gns/warms_up"]
                     kinds[window] = reading.warms_up, *known
-                    assert window == 215 or "learning rate is still rising" in reading.verdict.detail
+                    assert window == 215 or "learning rate is still rising" in decision.reason
             assert probe.alerts == {}
     assert kinds == {105: (True, False, 1.0), 215: (False, True, 0.0)}

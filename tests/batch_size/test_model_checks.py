@@ -67,8 +67,8 @@ def b_simple_in_pieces_of(size: int, norm: nn.Module) -> float:
             model.zero_grad()
         reading = probe.reading()
     assert reading.average is not None
-    assert reading.average.b_simple is not None
-    return reading.average.b_simple  # nothing moves, so all windows tell the same
+    assert reading.average.ratio is not None
+    return reading.average.ratio  # nothing moves, so all windows tell the same
 
 
 @pytest.mark.parametrize(("norm", "low", "high"), [(nn.BatchNorm1d, 1.3, 1.6), (nn.LayerNorm, 0.85, 1.15)])

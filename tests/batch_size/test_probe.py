@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sonde
+from sonde.batch_size.last_words import decision_of
 from sonde.wording import number
 from tests.batch_size.loops import Recording, attached, batch, mean_loss, n_recent, piece_losses, small_model, train
 from tests.oracles import per_example_gradients, population
@@ -114,20 +115,22 @@ def test_a_reading_says_what_it_means_for_the_batch() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(model, optimizer) as probe:
-        assert probe.reading().verdict is None
+        nothing = decision_of(probe, probe.reading())
         train(model, probe, optimizer, windows=40)
-        early = probe.reading()
+        early, too_early = probe.reading(), decision_of(probe, probe.reading())
         train(model, probe, optimizer, windows=80)
         reading = probe.reading()
+        decision = decision_of(probe, reading)
     assert (early.status, reading.status) == ("resolved", "resolved")
-    assert early.verdict.headline == "No verdict yet on the batch of 12 rows."
+    assert (nothing.kind, nothing.sentence) == ("wait", "No verdict yet.")
+    assert too_early.sentence == "No verdict yet on the batch of 12 rows."
     assert str(early).endswith(", 40 windows")
-    average, verdict = reading.average, reading.verdict
-    assert verdict.headline.startswith("For a run like this one, the batch of 12 rows ")
-    for known, ending in ((average, "from an average noise scale of {}."), (reading, "from a noise scale of {} now.")):
-        size = f"{number(known.b_simple)} rows [{number(known.low)} – {number(known.high)}]"
-        assert ending.format(size) in verdict.headline
-    assert str(reading).endswith(f"{number(average.b_simple)} over the run, batch 12, 120 windows: {verdict.in_short}")
+    average = reading.average
+    assert decision.kind != "wait"
+    for known in (average, reading.now):
+        size = f"{number(known.ratio)} rows [{number(known.low)} – {number(known.high)}]"
+        assert f"the noise scale, {size}, times " in decision.reason
+    assert str(reading).endswith(f"{number(average.ratio)} over the run, batch 12 rows, 120 windows")
 
 
 # The clip.

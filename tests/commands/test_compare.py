@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from sonde.cli import main
-from sonde.commands.advise import AdviseOptions, answer
 from sonde.runs.compare.side_by_side import read_runs
-from sonde.runs.compare.words import beside_rows, run_rows, setting_rows
-from sonde.runs.reader import read_run
-from sonde.wording import number
+from sonde.runs.compare.words import beside_rows, reached_rows, run_rows, setting_rows
 from tests.runs.compare.plausible_runs import write_plausible
 from tests.runs.report.plausible_run import header_record, written
 
@@ -35,19 +32,12 @@ def test_no_number_is_cut_in_a_narrow_terminal_and_in_a_file(
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
     assert f"{n} runs side by side" in (tmp_path / "page.html").read_text()
     found, out = read_runs(runs), re.sub("\x1b.*?m", "", capsys.readouterr().out)
-    rows = [*run_rows(found), *beside_rows(found), *setting_rows(found, 60)][1:]
-    assert out.startswith("For the next batch: sonde advise ")
+    rows = [*run_rows(found), *beside_rows(found), *reached_rows(found), *setting_rows(found, 60)][1:]
+    assert out.startswith("Keep the batch of ")
     flat = " ".join(out.split())
     assert [cell for row in rows for cell in row if " ".join(cell.split()) not in flat and "/" not in cell] == []
     tables = out.split("\n\nrun ")[1].split("\n\npage ")[0]
     assert max(map(len, tables.splitlines())) <= (width or 10_000)
-    argv = ["advise", str(runs[0]), "--ranks-at-most", "64", "--cost-per-hour", "12345", "--batch", "12345"]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    found_advice = answer(read_run(runs[0]), AdviseOptions(runs[0], ranks_at_most=64, cost_per_hour=12345))
-    costs = [plan.money.high for advice in found_advice.advice.values() for plan in advice.plans if plan.money]
-    assert all(number(float(f"{cost:.3g}")) in out for cost in costs)
-    assert "…" not in out
 
 
 @pytest.fixture
@@ -59,11 +49,17 @@ def test_what_cannot_be_compared_is_a_sentence_and_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, runs: list[str]
 ) -> None:
     empty = str(written(tmp_path / "empty", [header_record()]))
+    one = str(write_plausible(tmp_path / "one", n=1))
+    tokens, setup = str(write_plausible(tmp_path / "tokens", unit="tokens")), header_record()["setup"]
+    wide = str(write_plausible(tmp_path / "wide", setup=setup | {"parameters": 5}))
     taken = tmp_path / "mine.html"
     taken.write_text("precious")
     for paths, said in (
         ([runs[0]], "a comparison needs two runs with readings or more, got 1"),
-        ([runs[0], empty], f"left out: {empty} holds no reading yet"),
+        ([runs[0], empty], f"left out: {empty} holds no reading yet: train on, until it holds two"),
+        ([runs[0], one], f"left out: {one} holds one reading yet"),
+        ([*runs, tokens], "count different units (A: sequences, B: sequences, C: tokens): log all in one"),
+        ([*runs, wide, "--json"], "models of different sizes (A: 1,234,567, B: 1,234,567, C: 5 parameters)"),
         ([*runs, "--out", str(taken)], f"{taken} exists and is not a report of sonde"),
         ([*runs, "--by", "hours"], "Invalid choice"),
     ):
@@ -80,5 +76,5 @@ def test_without_bokeh_the_terminal_says_all_the_same(
     monkeypatch.setitem(sys.modules, "bokeh", None)
     assert main(["compare", *runs, "--out", str(tmp_path / "page.html")]) == 0
     out = capsys.readouterr().out
-    assert "noise scale" in out
+    assert "at equal sequences" in out
     assert "page  the report needs bokeh: pip install 'gradsonde[report]', then run the command again" in out

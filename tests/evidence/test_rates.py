@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from sonde.batch_size.stats.proxy import Range, settings_of
-from sonde.batch_size.stats.rate_row import rate_row
-from sonde.batch_size.stats.rate_rules import rate_factor
 from torch import nn
 
+from sonde.batch_size.optimizers import settings_of
+from sonde.decision.law import Range
+from sonde.decision.rate import rate_row
+from sonde.decision.rate_rules import rate_factor
 from sonde.evidence.rates import held, options_at, usual_rule_of
 
 

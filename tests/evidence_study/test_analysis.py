@@ -13,9 +13,9 @@ from evidence.laws import units_by_noise, units_by_sign
 from evidence.said import of_whole_runs, said
 from evidence.work import RESULTS, Done, Store
 from scipy.stats import spearmanr
-from sonde.batch_size.stats.proxy import Factor
 
 from evidence import analysis
+from sonde.decision.proxy import Factor
 from sonde.evidence.branches import Branch, Branches
 from sonde.evidence.stats.loss_curves import Curve
 

@@ -225,7 +225,7 @@ def test_a_scaler_of_accelerate() -> None:
     assert reading.windows == expected.windows
     for name in ("grad_sq", "trace_cov", "units_per_window"):
         assert getattr(reading, name) == pytest.approx(getattr(expected, name), rel=5e-3), name
-    assert reading.average.b_simple == pytest.approx(expected.average.b_simple, rel=5e-3)
+    assert reading.average.ratio == pytest.approx(expected.average.ratio, rel=5e-3)
 
 
 def test_bad_arguments() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from sonde.batch_size.stats.rate_rules import adam_settings, rate_factor
 from torch.optim import lr_scheduler as of_torch
 
 import sonde
+from sonde.decision.facts import FROM_HERE_ON, facts_of
+from sonde.decision.rate_rules import adam_settings, rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.scaled_rate import ScaledRate
 from sonde.schedule.stats.batch_rule import now_from, replayed
@@ -144,7 +145,8 @@ def test_a_rate_that_rises_with_the_batch_is_no_warm_up() -> None:
         reading = probe.reading()
         assert not reading.warms_up
         later = dataclasses.replace(reading, n_steps=200)  # when a batch is judged
-        assert later.verdict.in_short.startswith("from here on, ")  # no other batch has had all of the run
+        known = facts_of(**probe.known_of(later))
+        assert list(known.scopes) == [FROM_HERE_ON]  # no other batch has had all of the run
         schedule.close()
         assert probe.reading().warms_up  # the same rates without a schedule
 

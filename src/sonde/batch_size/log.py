@@ -169,7 +169,10 @@ class NoiseScaleLog:
         # A measured window stands for the windows since the one before too.
         before, n_windows = self._window, max(window.known.number - self._window, 1)
         n_units = n_windows * window.row.n_units
-        self._window, self._pieces = window.known.number, {"per_window": window.row.n_pieces, "tap": window.known.tap}
+        self._window, self._pieces = (
+            window.known.number,
+            {"per_window": self._tracker.n_pieces, "tap": window.known.tap},
+        )
         self._interval.seconds += window.known.seconds
         # The norm that a clip measured wins: it covers parameters that the probe does not measure.
         scalars: dict[str, float | None] = {NORM: norm, **window.scalars}

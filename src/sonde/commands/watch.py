@@ -7,13 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from sonde.commands.as_json import alone, print_json, run_as_json
+from sonde.runs.names import names_apart
 from sonde.runs.watch.follow import FollowedRun
 from sonde.runs.watch.terminal import terminal_view
 
@@ -29,11 +31,13 @@ class WatchOptions:
         runs: Folders of runs on this machine, or their records.jsonl.
         serve: Also serve the reports as a page on this machine, and print its address.
         port: Port of the page.
+        json: Print the runs as they are now as JSON, and end.
     """
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN …]", help_behavior_hint="")]
     serve: Annotated[bool, FlagCreatePairsOff] = False
     port: Annotated[int, arg(help_behavior_hint="(default: a free one)")] = 0
+    json: Annotated[bool, FlagCreatePairsOff] = False
 
 
 def run_watch(options: WatchOptions) -> int:
@@ -49,7 +53,12 @@ def run_watch(options: WatchOptions) -> int:
         raise ValueError("expected at least one run to watch, got none: give the folder of a run")
     if options.port and not options.serve:
         raise ValueError(f"--port {options.port} is the port of the page: give --serve too")
+    if options.json and options.serve:
+        raise ValueError("--json prints the runs once and ends, and --serve goes on: leave out one of the two")
     runs = [FollowedRun(path) for path in options.runs]
+    if options.json:
+        print_json({"runs": [_as_json(*each) for each in zip(names_apart([r.run for r in runs]), runs, strict=True)]})
+        return 0
     console = Console()
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as until_the_end:
         if options.serve:
@@ -59,6 +68,11 @@ def run_watch(options: WatchOptions) -> int:
             console.print(site.address, soft_wrap=True, highlight=False)
         _show(runs, console)
     return 0
+
+
+def _as_json(name: str, followed: FollowedRun) -> dict[str, Any]:
+    """A run, and how long ago it wrote: a run that has not ended and has been silent for long was cut off."""
+    return {**run_as_json(alone(followed.run, name), followed.run), "seconds_since_written": followed.age}
 
 
 def _show(runs: Sequence[FollowedRun], console: Console) -> None:

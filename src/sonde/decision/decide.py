@@ -192,7 +192,7 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
 
 def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
     """The plans of a scope, and the best for what the user wants."""
-    present, critical = _present(facts, scope.steps, wanted), scope.critical
+    present, critical = _present(facts, scope, wanted), scope.critical
     plans = plans_of(present, critical, others=[] if wanted.batch is None else [wanted.batch])
     now = next(plan for plan in plans if plan.batch == present.batch)
     others = [plan for plan in plans if plan is not now]
@@ -207,12 +207,9 @@ def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
         return Advice(scope, plans, now, None if fastest is now else fastest, None)
     end = end_of_rule(facts.settings, present.batch)
     others = [plan for plan in others if plan.batch < end]
-    is_price = wanted.aim == "cheapest"
-    if wanted.aim == "balanced":  # far beyond B_crit, more ranks bring less than they cost
-        most = _BEYOND * critical.likely
-        others = [plan for plan in others if plan.ranks <= now.ranks or plan.batch <= most]
-    sure = [plan for plan in others if _is_better(plan.rank_time if is_price else plan.time)]
-    best = _smallest_of_fast({plan: (plan.rank_time if is_price else plan.time).likely for plan in sure}, wanted.aim)
+    # At the worse end of the time of a step: what is better there is better at the other, too.
+    costs = {plan: plan.full.times(plan.ranks / now.ranks if present.by_rank_time else 1.0) for plan in others}
+    best = _smallest_of_fast({plan: cost.likely for plan, cost in costs.items() if _is_better(cost)}, wanted.aim)
     if best is not None:
         return Advice(scope, plans, now, best, None)
     # Only the time of a step is in doubt: a device that is not full favours a larger batch, a full one a smaller.
@@ -233,8 +230,9 @@ def _smallest_of_fast(costs: Mapping[Plan, float], aim: Aim) -> Plan | None:
     return min((plan for plan, cost in costs.items() if cost <= most), key=lambda plan: plan.batch, default=None)
 
 
-def _present(facts: Facts, steps: float, wanted: Wanted) -> Present:
+def _present(facts: Facts, scope: Scope, wanted: Wanted) -> Present:
     """The training as it is. Without a clock, one of its steps takes 1."""
+    is_balanced = wanted.aim == "balanced" and wanted.budget is None
     curve, batch = facts.curve, facts.batch or 1.0
     micro, accumulation, ranks = facts.micro_batch, facts.accumulation, facts.ranks
     if wanted.units_per_second is not None:
@@ -243,7 +241,7 @@ def _present(facts: Facts, steps: float, wanted: Wanted) -> Present:
         raise ValueError("--cost-per-hour needs the throughput, which the log lacks: pass --units-per-second too")
     return Present(
         batch=batch,
-        steps=steps,
+        steps=scope.steps,
         micro_batch=micro,
         accumulation=accumulation,
         ranks=ranks,
@@ -252,6 +250,9 @@ def _present(facts: Facts, steps: float, wanted: Wanted) -> Present:
         has_clock=curve is not None,
         cost_per_hour=wanted.cost_per_hour,
         least_micro_batch=micro if facts.needs_batch else 0.0,
+        # Far beyond B_crit, more ranks bring less than they cost.
+        most_on_more_ranks=_BEYOND * scope.critical.likely if is_balanced else math.inf,
+        by_rank_time=wanted.aim == "cheapest",
     )
 
 

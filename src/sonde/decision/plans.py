@@ -37,6 +37,8 @@ class Present:
         has_clock: whether the curve is in seconds.
         cost_per_hour: of all ranks; None where it is not known.
         least_micro_batch: a smaller micro-batch would change the loss itself; 0 where none is known to do so.
+        most_on_more_ranks: a larger batch than this is shared by no more ranks than there are.
+        by_rank_time: whether the time of all ranks together counts, in place of the time.
     """
 
     batch: float
@@ -49,6 +51,8 @@ class Present:
     has_clock: bool = False
     cost_per_hour: float | None = None
     least_micro_batch: float = 0.0
+    most_on_more_ranks: float = math.inf
+    by_rank_time: bool = False
 
     @property
     def step_time(self) -> float:
@@ -139,26 +143,30 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan | None:
         critical: the critical batch size.
 
     Returns:
-        The plan that takes the least time at its worse end; of those the one that takes the least time of all ranks,
-        and then the one with the better other end. None where micro-batches would have to be larger, or smaller, than
-        they may be.
+        The plan that takes the least time at its worse end, or the least time of all ranks where that counts; of those
+        the one that takes less of the other, and then the one with the better other end. None where micro-batches would
+        have to be larger, or smaller, than they may be.
     """
     splits = [*_splits(present, batch)]
     near = [each for each in splits if abs(math.prod(each) - batch) <= _OFF * batch]
     if not near and splits:
         near = [min(splits, key=lambda each: abs(math.prod(each) - batch))]
     plans = [_costs(present, critical, split, math.prod(split), split[-1]) for split in near]
-    return min(plans, key=lambda plan: _order(plan, batch), default=None)
+    return min(plans, key=lambda plan: _order(plan, batch, present.by_rank_time), default=None)
 
 
-def _order(plan: Plan, wanted: float) -> tuple[float, ...]:
+def _order(plan: Plan, wanted: float, by_rank_time: bool) -> tuple[float, ...]:
+    costs = (plan.rank_time, plan.time) if by_rank_time else (plan.time, plan.rank_time)
     off = abs(math.log(plan.batch / wanted))
-    return plan.time.high, plan.rank_time.high, plan.time.low, off, plan.ranks, plan.accumulation
+    return *(cost.high for cost in costs), costs[0].low, off, plan.ranks, plan.accumulation
 
 
 def _splits(present: Present, batch: float) -> Iterator[tuple[int, int, int]]:
     """Ranks, accumulation and micro-batch, all whole, whose product is a batch near to this one."""
-    most, largest = min(present.ranks_at_most, max(round(batch), 1)), present.curve.largest
+    ranks_at_most = present.ranks_at_most
+    if batch > present.most_on_more_ranks:
+        ranks_at_most = min(ranks_at_most, present.ranks)
+    most, largest = min(ranks_at_most, max(round(batch), 1)), present.curve.largest
     powers = itertools.takewhile(lambda n: n <= most, (2**k for k in itertools.count()))
     for ranks in {*powers, most, min(present.ranks, most)}:
         of_rank = max(round(batch / ranks), 1)

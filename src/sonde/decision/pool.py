@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from sonde.decision.facts import RUN_LIKE_THIS, Facts
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts
 from sonde.decision.time_curve import TimeCurve
 from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import count, duration, interval, number, units
@@ -34,8 +34,8 @@ def pool(runs: Sequence[Facts]) -> Facts:
         if len(found) > 1:
             raise ValueError(
                 f"one decision needs runs of one model, got different {what}: {found[0] or 'none'} and "
-                f"{found[1] or 'none'}: give the logs that belong together, or see them beside each other with sonde "
-                "compare"
+                f"{found[1] or 'none'}: give the logs that belong together. `sonde compare --any-model` shows "
+                "different models beside each other"
             )
     base = runs[-1]
     if all(each.reached is not None for each in runs):
@@ -45,8 +45,10 @@ def pool(runs: Sequence[Facts]) -> Facts:
     curves = [curve for curve in curves if curve.is_of_trial] or curves  # logs hold pauses too
     timings = tuple(timing for curve in curves for timing in curve.timings)
     too_large = min((curve.too_large for curve in curves), default=math.inf)
+    now = base.scopes[FROM_HERE_ON].known if FROM_HERE_ON in base.scopes else base.now
     return dataclasses.replace(
         base,
+        now=now,  # both are counted in units as the batch is
         average=average_of(known),
         effective=None,
         curve=TimeCurve(timings, too_large) if timings else None,

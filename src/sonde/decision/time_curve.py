@@ -77,8 +77,8 @@ class TimeCurve:
     @property
     def largest(self) -> float:
         """The largest micro-batch that may be planned with."""
-        most = max(each.micro_batch for each in self.timings)
-        return most if self.is_tried or math.isfinite(self.too_large) else math.inf
+        fitted = [each.micro_batch for each in self.timings if each.micro_batch < self.too_large]
+        return max(fitted, default=1.0) if self.is_tried or math.isfinite(self.too_large) else math.inf
 
     def of_step(self, micro_batch: float, accumulation: int, ranks: int) -> Range:
         """Seconds of a step.
@@ -132,12 +132,18 @@ def curve_of_json(known: Mapping[str, Any]) -> TimeCurve:
     """
     try:
         timings = tuple(Timing(**each) for each in known["timings"])
-        too_large = known["too_large"]
-        if known["schema"] != SCHEMA or not timings or not all(each.seconds > 0 for each in timings):
+        too_large = math.inf if known["too_large"] is None else float(known["too_large"])
+        if known["schema"] != SCHEMA or not timings or not all(map(_is_sound, timings)) or not too_large > 0:
             raise ValueError(f"schema {known['schema']}, {len(timings)} timings")
-        return TimeCurve(timings, math.inf if too_large is None else float(too_large))
+        return TimeCurve(timings, too_large)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_sound(timing: Timing) -> bool:
+    sizes = (timing.micro_batch, timing.accumulation, timing.ranks, timing.seconds)
+    parts = [each for each in (timing.beside, timing.memory) if each is not None]
+    return all(0 < each < math.inf for each in sizes) and all(0 <= each < math.inf for each in parts)
 
 
 def _alike(size: float, other: float) -> bool:

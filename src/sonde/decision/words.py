@@ -37,23 +37,22 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
     """What to do. Where there are two scopes, a second sentence joins the next run to what is left of this one."""
     (scope, lead), *rest = advice.items()
     now, here = lead.present, rest[0][1] if rest else None
-    is_next = scope == RUN_LIKE_THIS
     if lead.best is not None:
-        begins = "Start the next run with" if is_next else "From here on, take"
-        if lead.best.whole_batch == now.whole_batch:
-            begins = "Keep, but cut anew," if is_next else "From here on, cut anew"
+        begins = "Start the next run with" if scope == RUN_LIKE_THIS else "From here on, take"
         said = f"{begins} {_taken(lead.best, now, facts.unit)}"
         if here is None:
             return f"{said}."
-        if here.best is not None and here.best.whole_batch == lead.best.whole_batch:
+        if here.best is None:
+            return f"{said}. This run itself is best finished as it is."
+        if here.best.whole_batch == lead.best.whole_batch:
             return f"{said}. Change this run too, from here on."
-        return f"{said}. This run itself is best finished as it is."
-    if lead.maybe is not None:
-        return f"Time it first: {_in_doubt(lead.maybe, now, facts.unit)}."
-    kept = f"Keep the batch of {units(now.batch, facts.unit)}: {_why_kept(lead, facts)}"
-    if here is not None and here.best is not None:
-        return f"{kept}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
-    return f"{kept}."
+    elif lead.maybe is not None:
+        said = f"Time it first: {_in_doubt(lead.maybe, now, facts.unit)}"
+    else:
+        said = f"Keep the batch of {units(now.batch, facts.unit)}: {_why_kept(lead, facts)}"
+    if here is None or here.best is None:
+        return f"{said}."
+    return f"{said}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
 
 
 def _taken(plan: Plan, now: Plan, unit: str) -> str:
@@ -61,7 +60,7 @@ def _taken(plan: Plan, now: Plan, unit: str) -> str:
     size = f"a batch of {units(plan.whole_batch, unit)}"
     on = f" on {ranks(plan.ranks)}" if plan.ranks != now.ranks else ""
     if plan.whole_batch == now.whole_batch:
-        micro = f"the batch of {units(plan.whole_batch, unit)} into micro-batches of {plan.micro_batch:,} in place of"
+        micro = f"the batch of {units(now.batch, unit)} cut into micro-batches of {plan.micro_batch:,} in place of"
         return f"{micro} {now.micro_batch:,}{on}: it takes {part_in_words(plan.time)} the time"
     needs = f"{part_in_words(over(plan.steps, now.steps))} the steps and {part_in_words(over(plan.units, now.units))}"
     takes = f"{'On ' + ranks(plan.ranks) + ', it' if on else 'It'} takes {part_in_words(plan.time)} the time"
@@ -177,9 +176,15 @@ def part_in_words(known: Range) -> str:
         >>> part_in_words(Range(0.68, 0.62, 0.75)), part_in_words(Range(None, 1.2, 2.0))
         ('68\N{NO-BREAK SPACE}% [62 – 75] of', '1.2 to 2 times')
     """
-    is_part = (known.high if known.middle is None else known.middle) <= 1
+    is_part = (known.high if known.middle is None else known.middle) < 1.005
     low, middle, high = (
-        None if end is None else f"{100 * end:.0f}" if is_part else number(end, 2)
+        None
+        if end is None
+        else number(end, 2)
+        if not is_part
+        else f"{100 * end:.0f}"
+        if end >= 0.01
+        else number(100 * end, 1)
         for end in (known.low, known.middle, known.high)
     )
     sign, of = ("\N{NO-BREAK SPACE}%", "of") if is_part else ("", "times")

@@ -11,8 +11,7 @@ from typing import Any
 LONGEST_LINE = 16 * 2**20
 """Bytes. A longer line is neither written nor read."""
 
-HEADER_START = b'{"kind":"header"'
-_FRESH_START = b'{"kind":"fresh"'
+_HEADER_START = b'{"kind":"header"'
 
 
 def encode_line(record: Mapping[str, object]) -> bytes:
@@ -68,12 +67,24 @@ def lines_of(path: Path, *, advice: str) -> Iterator[bytes]:
 
 
 def begins_header(line: bytes) -> bool:
-    """Whether a line is a header as `JsonlSink` writes it, or the torn beginning of one.
+    """Whether a line is a header, or the torn beginning of one as `JsonlSink` writes it.
 
     Args:
         line: without its line break.
     """
-    return line.startswith(HEADER_START) or (line != b"" and HEADER_START.startswith(line))
+    is_torn = line != b"" and (line.startswith(_HEADER_START) or _HEADER_START.startswith(line))
+    return is_torn or record_of_kind(line, "header") is not None
+
+
+def record_of_kind(line: bytes, *kinds: str) -> dict[str, Any] | None:
+    """The record on a line if it is of one of these kinds, whatever program has written it, with or without spaces.
+
+    To parse each line of a long log takes seconds. A line that does not hold the name of a kind is not parsed.
+    """
+    if not any(f'"{kind}"'.encode() in line for kind in kinds):
+        return None
+    record = parse_record(line)
+    return record if record is not None and record.get("kind") in kinds else None
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
@@ -95,8 +106,7 @@ def last_header(path: Path) -> dict[str, Any] | None:
         return None
     last = None
     for line in lines_of(path, advice="log to another folder"):
-        if line.startswith(HEADER_START):
-            last = parse_record(line)
+        last = record_of_kind(line, "header") or last
     return last
 
 
@@ -121,9 +131,11 @@ def last_run(path: Path, *, advice: str) -> LastRun:
     """
     header = first = n_fresh = 0
     for number, line in enumerate(lines_of(path, advice=advice)):
-        if line.startswith(HEADER_START):
+        if (record := record_of_kind(line, "header", "fresh")) is None:
+            continue
+        if record["kind"] == "header":
             header = number
-        elif line.startswith(_FRESH_START):
+        else:
             first = header if n_fresh else 0  # starts before the first `fresh` record are of the first run
             n_fresh += 1
     return LastRun(first, max(n_fresh - 1, 0))

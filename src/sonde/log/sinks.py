@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from sonde.log.lines import HEADER_START, encode_line, lines_of, parse_record
+from sonde.log.lines import encode_line, lines_of, record_of_kind
 from sonde.record_values import SCHEMA
 
 try:
@@ -158,7 +158,6 @@ TRIAL = "SONDE_TRIAL"
 BRANCH_FOLDER, BRANCH_LOSS = "SONDE_BRANCH", "SONDE_BRANCH_LOSS"
 """Environment variables of a script that `sonde branch` has started: the branch's folder, and the name of its loss."""
 
-_PROBE_START = b'{"kind":"probe"'
 _ADVICE = "nothing was written; log to another folder"
 
 
@@ -307,7 +306,7 @@ def _units_of_existing(path: Path) -> dict[str, str]:
     if not os.path.exists(path) or path.stat().st_size == 0:
         return units
     for number, line in enumerate(lines_of(path, advice=_ADVICE), start=1):
-        if line.startswith((HEADER_START, _PROBE_START)) and (probe := parse_record(line)) is not None:
+        if (probe := record_of_kind(line, "header", "probe")) is not None:
             units[str(probe.get("writes", ""))] = _unit_of(probe, path, number)
     return units
 

@@ -7,10 +7,12 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from sonde.decision.facts import Facts, facts_of
 from sonde.decision.law import are_alike
 from sonde.decision.time_curve import TimeCurve, Timing, curve_of_json
+from sonde.runs.compare.side_by_side import reached_by
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval
 
@@ -26,7 +28,8 @@ def facts_of_runs(runs: Sequence[Run]) -> list[Facts]:
     Raises:
         ValueError: for a log without a reading of the noise scale.
     """
-    return [facts_of_run(run) for run in runs]
+    facts = [facts_of_run(run) for run in runs]
+    return [replace(each, reached=at) for each, at in zip(facts, reached_by(runs), strict=True)]
 
 
 def facts_of_run(run: Run) -> Facts:
@@ -104,9 +107,11 @@ def _timed(segment: Sequence[Reading], probe: ProbeSetup) -> TimeCurve | None:
     timed: list[Timing] = []
     for batch, reading in _batches(segment):
         rate, pieces = reading.metrics.get("run/units_per_second"), float(reading.pieces.get("per_window") or 1)
-        if rate and batch > 0:
-            accumulation = max(round(pieces / ranks), 1)
-            timed.append(Timing(batch / accumulation / ranks, accumulation, ranks, batch / rate))
+        # Measuring takes much of a short run's time, and none of the next run's that is not measured.
+        measuring = reading.metrics.get("cost/seconds_per_window") or 0.0
+        if rate and batch > 0 and (seconds := batch / rate - measuring) > 0:
+            micro_batch, accumulation = batch / max(pieces, ranks), max(round(pieces / ranks), 1)
+            timed.append(Timing(micro_batch, accumulation, ranks, seconds))
     sizes: list[list[Timing]] = []
     for each in sorted(timed, key=lambda t: (t.accumulation, t.micro_batch)):
         first = sizes[-1][0] if sizes else None

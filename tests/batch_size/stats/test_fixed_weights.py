@@ -74,7 +74,7 @@ def test_a_reading_is_the_weighted_average_with_fiellers_interval() -> None:
         assert (own.low, own.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
     assert (found.windows, found.units_per_window, found.scatter) == (5, 32, None)
     assert found.average is not None
-    assert found.average.b_simple == found.b_simple
+    assert found.average.ratio == found.b_simple
 
 
 def test_windows_are_averaged_as_means_of_their_pieces() -> None:

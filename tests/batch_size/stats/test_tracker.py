@@ -11,7 +11,7 @@ import torch
 
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, solve_window
-from sonde.runs.run import logged_batch
+from sonde.decision.facts import FROM_HERE_ON, facts_of
 from tests.batch_size.stats.windows import gaussian_windows, solved, take, tracker_of, window_row
 
 
@@ -51,11 +51,11 @@ def test_a_batch_is_judged_by_as_many_units_as_the_noise_scale_counts() -> None:
     reading = averages.reading()
     assert (reading.units_per_window, reading.effective_units) == (16, 8)
     assert reading.b_simple == pytest.approx(16, rel=0.4)  # 2 elements, 4 · 1/4 of noise and 1/16 of signal each
-    assert reading.verdict is not None
-    assert "the batch of 8 effective rows" in reading.verdict.headline
-    metrics = reading.metrics()
-    assert logged_batch(metrics, "rows") == (8, "effective rows")
-    assert logged_batch(metrics | {"gns/effective_units": 15.9}, "rows") == (16, "rows")
+    setup = {"optimizer_kind": "Adam or AdamW (β = 0.9)"}
+    known = facts_of(
+        reading.metrics(), setup, now=reading.now, window=400, pieces=4, optimizer_changed=False, unit="rows"
+    )
+    assert (known.batch, known.scopes[FROM_HERE_ON].known.ratio) == (16, 2 * (reading.b_simple or 0.0))
 
 
 @pytest.mark.parametrize("are_dropped", [True, False])
@@ -131,16 +131,19 @@ def test_the_level_and_the_scatter_are_those_of_the_windows() -> None:
     assert reading.average.low < mean_x / mean_y < reading.average.high
 
 
-@pytest.mark.parametrize(("n_windows", "batch"), [(20, 8.0), (300, 4.0), (300, 1e4)])
-def test_a_reading_in_words_gives_the_advice_of_its_verdict(n_windows: int, batch: float) -> None:
-    """In the first steps there is none, for a small batch none is needed, and a large one may be anything."""
-    reading = replace(averages_of(n_windows).reading(), units_per_window=batch, effective_units=batch, unit="prompts")
-    reading = replace(reading, optimizer="Adam or AdamW (β = 0.9)")
+def test_a_reading_in_words_says_what_would_make_it_known_better() -> None:
+    reading = replace(averages_of(300).reading(), units_per_window=8.0, unit="prompts")
     reading = replace(reading, status="lower_bound", low=20.0, high=math.inf, b_simple=None, advice="measure more")
-    assert reading.verdict is not None
-    ending = "; measure more" if batch == 1e4 else ""
-    assert str(reading).endswith(f"{reading.verdict.in_short}{ending}" if n_windows > 100 else "20 windows")
-    assert str(replace(reading, units_per_window=None)).endswith("; measure more")  # of a checkpoint: no verdict
+    assert str(reading).startswith("B_simple > 20 prompts")
+    assert str(reading).endswith("batch 8 prompts, 300 windows; measure more")
+
+
+def test_the_pieces_of_a_short_window_say_nothing_of_the_others() -> None:
+    """The last window of an epoch: 1 micro-batch of 2 where the others have 4."""
+    tracker = tracker_of(["a", "b"])
+    for pieces in ([[1.0, 2.0], [3.0, 1.0], [2.0, 2.0], [1.0, 1.0]],) * 3 + ([[1.0, 2.0]],):
+        tracker.update(window_row([pieces], units=2))
+    assert tracker.n_pieces == 4
 
 
 def of_two(trace_cov: float, grad_sq: float) -> SolvedWindow:

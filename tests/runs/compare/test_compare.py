@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from sonde.runs.compare.beside import noise_at_equal_loss, noise_beside, quantities
+from sonde.decision.decide import decide
+from sonde.decision.pool import pool
 from sonde.runs.compare.page import comparison_page
-from sonde.runs.compare.side_by_side import By, Comparison, read_runs
-from sonde.runs.compare.words import beside_rows, run_rows, sentences, setting_rows, summary
+from sonde.runs.compare.side_by_side import AXES, Comparison, read_runs
+from sonde.runs.compare.words import beside_rows, reached_rows, run_rows, setting_rows, summary
+from sonde.runs.facts import facts_of_run, facts_of_runs
+from sonde.runs.reader import read_run
 from tests.runs.compare.plausible_runs import write_plausible
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import (
     STARTED,
+    Record,
     end_record,
     header_record,
     reading_record,
@@ -29,124 +33,112 @@ def compared(tmp_path: Path, *options: dict[str, Any], **how: Any) -> Comparison
     return read_runs([write_plausible(tmp_path / f"run{i}", **each) for i, each in enumerate(options)], **how)
 
 
-def grown(units: float) -> float:
-    return 20 * math.sqrt(1 + units / 500)
+def known(units: float) -> float:
+    return 1.5 + 4 * units**-0.3
 
 
-def test_a_difference_that_begins_in_the_middle_is_dated(tmp_path: Path) -> None:
-    """80 readings of 160 sequences: the noise scale is 1.8 times as large from 6,400 on, and exactly alike before."""
-    found = compared(tmp_path, {}, {"noise": lambda units: grown(units) * (1.8 if units >= 6400 else 1.0)})
-    said = sentences(found)
-    # ± 20 % in logs is log 1.2 = 0.182 either way, so √2 · 0.182 = 0.258 for the ratio.
-    assert said[0] == (
-        "B's noise scale is 1.80 (1.39 to 2.33) times A's at 12,800 sequences, and larger at each reading since 6,400 "
-        "sequences."
-    )
-    beside = noise_beside(found.runs[1], found.runs[0], "units")
-    assert beside is not None
-    assert (beside.since, beside.at) == (6400.0, 12800.0)
-
-
-def test_runs_alike_are_not_told_apart(tmp_path: Path) -> None:
-    found = compared(tmp_path, {}, {})
-    assert sentences(found)[0] == (
-        "B's noise scale is 1 (0.773 to 1.29) times A's at 12,800 sequences, which cannot be distinguished from 1."
-    )
-
-    assert sentences(found)[1].startswith("B's loss minus A's is ")
-
-
-def test_three_batches_are_judged_together(tmp_path: Path) -> None:
-    """One noise scale at equal units, 4 times as many steps for each smaller batch."""
+def test_three_batches_at_equal_units_steps_and_time(tmp_path: Path) -> None:
+    """One loss at equal units. 4 times as many steps for each smaller batch, and each step takes 5.3 s."""
     found = compared(tmp_path, {"batch": 4.0, "n": 320}, {"batch": 16.0}, {"batch": 64.0, "n": 20})
+    a, b, c = found.runs
+    truth = {(b, "units"): 0.0, (c, "units"): 0.0}
+    for run, units, beside in ((b, 12_800, 3200), (c, 12_800, 800)):  # of the run, and of A, at the run's last step
+        truth |= {(run, by): known(units) - known(beside) for by in ("steps", "time")}
+    for (run, by), difference in truth.items():
+        of = found.beside(run, a, "loss", by)
+        assert of is not None
+        assert of.value == pytest.approx(difference, abs=0.015)  # each value has an error of 0.01
+        assert of.low is not None
+        assert 0 < of.value - of.low < 0.04
     shown = summary(found)
-    assert shown.headline == (
-        "At equal loss, the noise scale at batch 64 is 0.989 (0.764 to 1.28) times that at 4. If it depends on the "
-        "batch, then by less than 2 times."
-    )
-    assert (
-        "At equal sequences, C's loss is the lowest: A's is 0.00361 (−0.00866 to 0.0159) higher, which" in shown.detail
-    )
-    assert "At equal steps, C's loss is the lowest: B's is 0.128 (" in shown.detail
-    assert shown.action == f"For the next batch: sonde advise {tmp_path / 'run2'}"  # compare has no law of its own
+    assert shown.headline.startswith("At equal sequences, C's loss is the lowest: A's is 0.00")
+    assert shown.headline.endswith("higher, which cannot be distinguished from 0.")
+    assert "At equal steps, C's loss is the lowest: B's is 0.123 (" in shown.detail
+    assert "At equal time, C's loss is the lowest: B's is 0.123 (" in shown.detail
+    rows = list(beside_rows(found))
+    assert rows[0] == ("", "minus A's", "at equal sequences", "at equal steps", "at equal time")
+    assert [row[:2] for row in rows[1:]] == [("B", "loss"), ("C", "loss")]
 
 
-def test_a_larger_batch_whose_loss_is_worse_is_not_advised(tmp_path: Path) -> None:
-    """Four times the batch, 8 times the noise scale, a loss that is higher at equal sequences and at equal steps."""
-    options: list[dict[str, Any]] = [{"batch": 4.0, "n": 320}]
-    options.append({"batch": 16.0, "noise": lambda u: 8 * grown(u), "loss": lambda u: 1.6 + 4 * (u / 4) ** -0.3})
-    shown = summary(compared(tmp_path, *options))
-    assert shown.headline.endswith(" It depends on the batch here.")
-    best = "At equal sequences, A's loss is the lowest: B's is 0.2"
-    assert best in shown.detail
-    assert "At equal steps, A's loss is the lowest: B's is 0.1" in shown.detail
-    assert shown.action == f"For the next batch: sonde advise {tmp_path / 'run0'}"
-    alike = summary(compared(tmp_path / "alike", {}, {"loss": lambda u: 1.5001 + 4 * u**-0.3}))
-    assert "higher, which cannot be distinguished from 0." in alike.detail
+def test_what_each_run_took_to_the_loss_that_all_reached(tmp_path: Path) -> None:
+    """B needs twice the units for each loss, so A has B's last loss after half of them."""
+    slow = {"loss": lambda units: known(units / 2), "batch": 32.0, "n": 80}
+    found = compared(tmp_path, {"batch": 16.0, "n": 160}, slow)
+    a, b = map(found.to_common_loss, found.runs)
+    assert a is not None
+    assert b is not None
+    assert b.units == pytest.approx(25_600 - 160)  # the middle of the last reading's stretch
+    assert a.units == pytest.approx(12_800, rel=0.1)
+    assert a.steps == pytest.approx(a.units / 16, rel=0.02)
+    assert a.seconds == pytest.approx(5.3 * a.steps, rel=0.02)
+    head, *rows = reached_rows(found)
+    assert head == ("to loss 1.73", "sequences", "steps", "time")
+    assert [row[0] for row in rows] == ["A", "B"]
 
 
-def test_equal_loss_finds_noise_scales_at_other_places(tmp_path: Path) -> None:
-    """B needs twice the sequences for each loss and has the noise scale of half its sequences: they are alike."""
-    slow = {"noise": lambda u: grown(u / 2), "loss": lambda u: 1.5 + 4 * (u / 2) ** -0.3}
-    found = compared(tmp_path, {"noise": grown}, slow)
-    a, b = found.runs
-    at_units, at_loss = noise_beside(b, a, "units"), noise_at_equal_loss(quantities(found)[0], b, a)
-    assert at_units is not None
-    assert at_loss is not None
-    assert at_units.ratio.ratio == pytest.approx(0.72, abs=0.02)
-    assert at_loss.ratio == pytest.approx(1.0, abs=0.03)  # a reading lies within 1.3 % of the last
+@pytest.mark.parametrize("n", [5, 20])
+def test_runs_with_few_evaluations_have_numbers_on_each_axis(tmp_path: Path, n: int) -> None:
+    """Held-out losses at 5 or 20 places of each run; one takes 4 times as many steps as the other."""
+    runs = []
+    for name, batch, steps in (("small", 16.0, 800), ("large", 64.0, 200)):
+        records: list[Record] = [header_record(run=name)]
+        gap = steps // 100
+        for i in range(100):
+            record = reading_record(i, 100, batch=batch, log_every=gap)
+            middle = batch * gap * (i + 0.5)
+            loss = {"eval_loss": known(middle)} if (i + 1) % (100 // n) == 0 else {}
+            records.append(with_metrics(record, {"loss": None, **loss}))
+        runs.append(written(tmp_path / name, records))
+    found = read_runs(runs)
+    assert found.loss == "eval_loss"
+    for by, truth in (("units", 0.0), ("steps", known(12_800) - known(3200)), ("time", known(12_800) - known(3200))):
+        of = found.beside(found.runs[1], found.runs[0], "eval_loss", by)  # type: ignore[arg-type]
+        assert of is not None
+        assert of.value == pytest.approx(truth, abs=0.02)
+    assert all("–" not in cell for row in beside_rows(found) for cell in row)
 
 
-def test_one_unit_of_two_is_common(tmp_path: Path) -> None:
-    """The second log counts tokens of sequences of 32: the same noise scale, and 32 times the batch."""
-    per = 32.0
-    further: dict[str, float | None] = {"gns/units_per_window_tokens": 16 * per, "gns/b_simple_tokens": 1.0}
-    setup = header_record()["setup"]
-    a = write_plausible(tmp_path / "a", setup=setup | {"further_units": ["tokens"]}, metrics=further)
-    b = write_plausible(
-        tmp_path / "b", batch=16 * per, unit="tokens", noise=lambda u: per * grown(u / per), loss=lambda u: 2.0
-    )
-    found = read_runs([a, b])
-    assert found.unit == "tokens"
-    assert [run.batch for run in found.runs] == [512.0, 512.0]
-    beside = noise_beside(found.runs[1], found.runs[0], "units")
-    assert beside is not None
-    assert beside.ratio.ratio == pytest.approx(1.0)
-    assert beside.at == 12800 * per
-    speed = next(each for each in quantities(found) if each.name == "tokens per second")
-    assert [speed.of(run, run.readings[-1]) for run in found.runs] == [120 * per, 120.0]
-    with pytest.raises(ValueError, match="count different units, sequences and tokens: log both in each"):
-        read_runs([write_plausible(tmp_path / "c"), b])
+@pytest.mark.parametrize(("trainer", "logged_every"), [("plain loop", 1), ("transformers", 10)])
+def test_a_training_loss_is_the_mean_of_the_steps_before_it(tmp_path: Path, trainer: str, logged_every: int) -> None:
+    """One run has 100 steps between two values, the other 10. Of equal curves, the difference is 0.
+
+    The loss falls by 1 where the steps grow by e. A value at the end of its stretch lies 50 of 2,000 steps too late,
+    and is 0.025 too high.
+    """
+    runs = []
+    for name, between in (("long", 100), ("short", 10)):
+        records: list[Record] = [header_record(setup=header_record()["setup"] | {"trainer": trainer})]
+        gap, n = between // logged_every, 2000 * logged_every // between
+        for i in range(n):
+            record = with_metrics(reading_record(i, n, batch=16.0, log_every=gap), {"loss": None})
+            if (i + 1) % logged_every == 0:
+                end = gap * (i + 1)
+                mean = sum(-math.log(step + 0.5) for step in range(end - between, end)) / between
+                record = with_metrics(record, {"loss": mean})
+            records.append(record)
+        runs.append(written(tmp_path / name, records))
+    found = read_runs(runs)
+    for by in AXES:
+        of = found.beside(found.runs[1], found.runs[0], "loss", by)
+        assert of is not None
+        assert of.value == pytest.approx(0.0, abs=0.003)
 
 
-def test_units_are_converted_as_they_were_seen(tmp_path: Path) -> None:
-    """Sequences of 32 tokens, and of 128 from the 41st reading on; a log that never says how many is not aligned."""
-    setup = header_record()["setup"] | {"further_units": ["tokens"]}
-    records = [reading_record(i, 80, batch=16.0, status="resolved") for i in range(80)]
-    grow = [
-        with_metrics(r, {"gns/units_per_window_tokens": 16.0 * (32 if i < 40 else 128)}) for i, r in enumerate(records)
-    ]
-    a = written(tmp_path / "a", [header_record(setup=setup), *grow, end_record(800)])
-    b = write_plausible(tmp_path / "b", unit="tokens")
-    run = read_runs([a, b]).runs[0]
-    assert [run.position(run.readings[k], "units") for k in (0, 39, 79)] == [160 * 32, 6400 * 32, 6400 * (32 + 128)]
-    untold = read_runs([b, written(tmp_path / "c", [header_record(setup=setup), *records])])
-    assert untold.by == "steps"
-    assert "A run did not log the tokens that it has seen: runs are compared by steps" in untold.notices
+def test_the_decision_is_that_of_all_logs_and_goes_on_from_the_fastest(tmp_path: Path) -> None:
+    found = compared(tmp_path, {"batch": 4.0, "n": 320}, {"batch": 16.0, "loss": lambda units: known(units) + 0.1})
+    facts = facts_of_runs([read_run(tmp_path / name) for name in ("run0", "run1")])
+    assert facts[0].reached is not None
+    assert facts[0].reached.seconds == pytest.approx((found.to_common_loss(found.runs[0]) or facts[0].reached).seconds)
+    shown = summary(found)
+    assert shown.action == decide(pool(facts)).sentence
+    assert shown.commands == (f"sonde advise {tmp_path / 'run0'} {tmp_path / 'run1'}",)
 
 
-def test_each_axis(tmp_path: Path) -> None:
-    a, b = (write_plausible(tmp_path / name, batch=batch) for name, batch in (("a", 16.0), ("b", 32.0)))
-    axes: tuple[By, ...] = ("units", "steps", "time")
-    said = {by: sentences(read_runs([a, b], by=by))[0] for by in axes}
-    assert "times A's at 12,800 sequences" in said["units"]
-    assert "times A's at step 800, and larger at each reading since step " in said["steps"]
-    assert "and larger at each reading since " in said["time"]
-    assert " min" in said["time"]
-    rows = list(beside_rows(read_runs([a, b])))
-    assert rows[0] == ("", "", "at equal sequences", "at equal steps", "at equal time")
-    assert rows[1][:3] == ("B", "noise scale", "1 (0.773 to 1.29)\N{NO-BREAK SPACE}×")
-    assert rows[-1] == ("B", "sequences per second", *["1 (1 to 1)\N{NO-BREAK SPACE}×"] * 3)
+def test_runs_that_give_no_decision_together_have_that_of_the_best(tmp_path: Path) -> None:
+    setup = header_record()["setup"] | {"optimizer_kind": "Muon"}
+    shown = summary(compared(tmp_path, {}, {"setup": setup, "loss": lambda units: known(units) + 0.1}))
+    assert shown.action == f"By A's log: {decide(facts_of_run(read_run(tmp_path / 'run0'))).sentence}"
+    assert shown.commands == ()
 
 
 def test_settings_that_differ_and_no_others(tmp_path: Path) -> None:
@@ -201,10 +193,10 @@ def test_runs_of_the_entropy_alone(tmp_path: Path) -> None:
         record["metrics"]["entropy/evaluation_per_token"] -= 0.3
     written(b, [policy_header(), *lower, end_record(120)])
     found = read_runs([a, b])
-    said = sentences(found)
-    assert "B's entropy minus A's is −0.300 (−0.300 to −0.300)." in said
-    assert summary(found).action == "Act now: the policy has all but stopped exploring."
-    assert "B has the least entropy, 0.12" in summary(found).detail
+    [entropy] = [row for row in beside_rows(found) if row[1] == "entropy"]
+    assert entropy[3] == "−0.300 (−0.300 to −0.300)"
+    assert summary(found).action == "By B's log: Act now: the policy has all but stopped exploring."
+    assert "B has the least entropy, 0.12" in summary(found).headline
     assert [row[1] for row in run_rows(found)][1:] == ["Entropy is falling", "Entropy collapses"]
 
 
@@ -222,7 +214,7 @@ def test_what_is_wrong_with_a_log_is_said(tmp_path: Path) -> None:
     assert [run.letter for run in found.runs] == ["A", "B"]
     for said in (
         f"Left out: {good} was given twice",
-        f"Left out: {empty} holds no reading yet",
+        f"Left out: {empty} holds no reading yet: train on, until it holds two",
         "was written with record schema 3, expected 4: read it with the version of sonde that wrote it",
         f"Left out: no run at {tmp_path / 'none'}: give the folder a run was logged to, or its records.jsonl",
         "which holds 4 runs: give the folder of one",
@@ -237,9 +229,9 @@ def test_fewer_than_two_runs_and_more_than_twenty_are_refused(tmp_path: Path) ->
         read_runs([good, good])
     with pytest.raises(ValueError, match="up to 20 runs are compared, got 21: choose those that matter"):
         read_runs([good] * 21)
-    written(tmp_path / "policy", [policy_header(), policy_record(0), end_record(1)])
+    written(tmp_path / "policy", [policy_header(), policy_record(0), policy_record(1), end_record(2)])
     silent = write_plausible(tmp_path / "silent", n=3, loss=None)
-    with pytest.raises(ValueError, match="have measured nothing in common"):
+    with pytest.raises(ValueError, match=r"different units \(A: sequences, B: prompts\)"):
         read_runs([silent, tmp_path / "policy"])
 
 
@@ -261,47 +253,60 @@ def test_steps_taken_again_count_once_and_the_night_between_two_starts_not_at_al
     assert "A (small language model): 1 earlier run in the same folder left out" in found.notices
 
 
-def test_noise_scales_that_are_not_the_same_quantity_are_not_compared(tmp_path: Path) -> None:
+def test_noise_scales_in_two_metrics_have_no_common_figure(tmp_path: Path) -> None:
     setup = header_record()["setup"]
+    assert "<h2>Noise scale (sequences)</h2>" in comparison_page(compared(tmp_path / "one", {}, {}))
     found = compared(tmp_path, {}, {"setup": setup | {"metric": "sign"}})
-    assert "Noise scales in different metrics (A: euclidean, B: sign) are not compared" in found.notices
-    batches = compared(tmp_path / "batches", {}, {"batch": 64.0, "setup": setup | {"metric": "sign"}})
-    assert "noise scale" not in f"{summary(batches).headline} {summary(batches).detail}"
-    assert "<h2>Noise scale</h2>" not in comparison_page(batches)
-    assert not any("noise scale" in said for said in sentences(found))
-    assert all(row[1] != "noise scale" for row in beside_rows(found))
-    normed = compared(tmp_path / "bn", {}, {"batch": 64.0, "setup": setup | {"batch_norms": 3}})
-    assert any("B_simple depends on the size of the pieces" in notice for notice in normed.notices)
+    assert "<h2>Noise scale (sequences)</h2>" not in comparison_page(found)
+    assert ("metric", "euclidean (A); sign (B)") in [*setting_rows(found)]
 
 
 def test_runs_without_their_units_are_compared_by_steps(tmp_path: Path) -> None:
     found = compared(tmp_path, {}, {"metrics": {"run/units_seen": None}})
     assert found.by == "steps"
-    assert "times A's at step 800, which" in sentences(found)[0]
+    assert [*beside_rows(found)][1][2] == "–"
+    assert found.beside(found.runs[1], found.runs[0], "loss", "steps") is not None
 
 
-def test_a_run_that_has_only_begun_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
-    found = compared(tmp_path, {}, {"n": 1, "end": False})
-    assert sentences(found)[0].startswith("B's noise scale is 1 (0.773 to 1.29) times A's at 160 sequences")
-    apart = compared(tmp_path / "apart", {"n": 2}, {"batch": 1000.0, "n": 1})  # no common part
-    assert not sentences(apart)
-    assert summary(apart).headline == "The runs cannot be compared yet: they have too little in common."
+def test_runs_that_have_no_place_in_common_are_not_extrapolated(tmp_path: Path) -> None:
+    apart = compared(tmp_path, {"n": 2}, {"batch": 1000.0, "n": 2})
+    assert apart.beside(apart.runs[1], apart.runs[0], "loss", "units") is None
+    assert "At equal sequences" not in summary(apart).headline + summary(apart).detail
 
 
-def test_no_batch_is_advised_before_a_run_has_a_verdict(tmp_path: Path) -> None:
-    """The noise scale grows fast in the first 100 steps: the report's own words."""
-    early = summary(compared(tmp_path, {"n": 5}, {"n": 5, "batch": 64.0}))
-    assert early.action == "Train on: nothing can be advised yet."
+def test_one_evaluation_one_reading_other_units_and_other_models_are_refused(tmp_path: Path) -> None:
+    good = write_plausible(tmp_path / "good", n=20)
+    one = write_plausible(tmp_path / "one", n=1)
+    with pytest.raises(ValueError, match=r"got 1; left out: .*one holds one reading yet: train on, until it holds two"):
+        read_runs([good, one])
+    records = [reading_record(i, 20, batch=16.0) for i in range(20)]
+    records[1:] = [with_metrics(record, {"loss": None}) for record in records[1:]]
+    once = written(tmp_path / "once", [header_record(), *records])
+    with pytest.raises(ValueError, match="loss is compared between two evaluations or more of each run, and these"):
+        read_runs([good, once])
+    tokens = write_plausible(tmp_path / "tokens", n=20, unit="tokens")
+    with pytest.raises(ValueError, match=r"different units \(A: sequences, B: tokens\): log all in one, by unit="):
+        read_runs([good, tokens])
+    wide = write_plausible(tmp_path / "wide", n=20, setup=header_record()["setup"] | {"parameters": 5_000_000})
+    with pytest.raises(ValueError, match=r"\(A: 1,234,567, B: 5,000,000 parameters\).* or pass --any-model"):
+        read_runs([good, wide])
+    assert read_runs([good, wide], any_model=True).loss == "loss"
 
 
-def test_whole_runs_speak_where_the_noise_scales_at_the_end_are_not_known(tmp_path: Path) -> None:
-    """Averages of runs that are as long as each other; of runs that are not, they say nothing."""
-    unknown: dict[str, float | None] = {f"gns/b_simple{end}": None for end in ("", "_low", "_high")}
-    options: list[dict[str, Any]] = [{"metrics": unknown}, {"metrics": unknown, "batch": 64.0, "n": 20}]
-    as_long = summary(compared(tmp_path, *options))
-    assert as_long.headline.startswith("Over whole runs, the noise scale at batch 64 is 1 (0.")
-    longer = summary(compared(tmp_path / "longer", options[0], options[1] | {"n": 40}))
-    assert "Over whole runs" not in longer.headline + longer.detail
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    found = read_runs([write_plausible(tmp_path / rate / "seed-0", n=5) for rate in ("lr-1", "lr-2")])
+    assert [run.name for run in found.runs] == ["A (lr-1: seed-0)", "B (lr-2: seed-0)"]
+    assert [row[0] for row in run_rows(found)][1:] == ["A (lr-1: seed-0)", "B (lr-2: seed-0)"]
+
+
+def test_long_runs_are_joined_and_their_values_averaged(tmp_path: Path) -> None:
+    """2,500 readings become 834 of three each: the mean of what they hold, so noise falls and no value is lost."""
+    long, plain = (write_plausible(tmp_path / name, n=n, batch=4.0) for name, n in (("long", 2500), ("plain", 900)))
+    a, b = read_runs([long, plain]).runs
+    assert [len(run.readings) for run in (a, b)] == [834, 900]
+    assert a.readings[-1].window == 25_000
+    logged = read_run(long).readings
+    assert a.readings[-1].metrics["loss"] == pytest.approx(sum(r.metrics["loss"] or 0 for r in logged[-3:]) / 3)
 
 
 def test_a_clock_that_was_set_back_moves_no_reading_back(tmp_path: Path) -> None:
@@ -310,6 +315,6 @@ def test_a_clock_that_was_set_back_moves_no_reading_back(tmp_path: Path) -> None
     found = read_runs(
         [written(tmp_path / "a", [header_record(), *records]), write_plausible(tmp_path / "b")], by="time"
     )
-    places = [at for at, _ in found.runs[0].series(lambda *_: 1.0, "time")]
+    places = [at for at, _ in found.runs[0].placed("time")]
     assert len(places) == 8
     assert places == sorted(places)

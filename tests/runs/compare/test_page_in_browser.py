@@ -15,6 +15,7 @@ from tests.runs.report.plausible_policy import write_policy_run
 
 pytestmark = in_browser
 
+SCROLLS = "return [...document.querySelectorAll('.table')].some(box => box.scrollWidth > box.clientWidth)"
 ATTACK = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 1'>"
 
 
@@ -23,13 +24,14 @@ def show(browser: Any, page: Path, *, width: int = 1200) -> str:
     return page_text(browser)
 
 
-@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("width", [1200, 390])
 def test_three_batches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int) -> None:
     runs = [write_plausible(tmp_path / f"batch-{b}", batch=b, n=round(1280 / b)) for b in (4.0, 16.0, 64.0)]
     text = show(browser, write_comparison(read_runs(runs), tmp_path / "page.html"), width=width)
     assert len(browser.execute_script(DRAWN)) == 4  # noise scale, loss, norm, speed
     assert browser.execute_script(OVERFLOW) <= 0
-    for said in ("3 runs side by side", "For the next batch: sonde advise ", "Settings that differ", "4 (A); 16 (B)"):
+    assert browser.execute_script(SCROLLS) is (width < 1200)  # a table in its own box, and not the page
+    for said in ("3 runs side by side", "sonde advise ", "Settings that differ", "4 (A); 16 (B)"):
         assert said in text
 
 
@@ -45,11 +47,13 @@ def test_twenty_runs_have_a_curve_each(browser: Any, tmp_path: Path) -> None:
 
 
 def test_entropies_are_drawn_over_steps_and_text_of_the_user_is_never_run(browser: Any, tmp_path: Path) -> None:
-    write_policy_run(tmp_path / "a", 24)
-    b = write_plausible(tmp_path / "b", run=ATTACK, metadata={ATTACK: ATTACK}, metrics={ATTACK: 1.0})
+    a = write_policy_run(tmp_path / "a", 24)
+    b = write_policy_run(tmp_path / "b", 12)
+    assert "A (a: adding by GRPO)" in show(browser, write_comparison(read_runs([a, b]), tmp_path / "policy.html"))
+    assert len(browser.execute_script(DRAWN)) == 2  # reward, entropy
+    b = write_plausible(tmp_path / "attack", run=ATTACK, metadata={ATTACK: ATTACK}, metrics={ATTACK: 1.0})
     c = write_plausible(tmp_path / "c", run="$$x$$", metrics={ATTACK: 2.0})
-    text = show(browser, write_comparison(read_runs([tmp_path / "a", b, c]), tmp_path / "page.html"))
-    assert "A (adding by GRPO)" in text
+    text = show(browser, write_comparison(read_runs([b, c]), tmp_path / "page.html"))
     assert ATTACK in text
     assert browser.execute_script("return window.attacked === undefined")
-    assert len(browser.execute_script(DRAWN)) == 6  # also the user's own, and the entropy
+    assert len(browser.execute_script(DRAWN)) == 5  # also the user's own

@@ -43,32 +43,34 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
     text = visible_text(plain)
     sections = [
         "small language model",
-        "Undecided For a run like this one, keep the batch of 64 prompts: no other is sure to be better.",
-        "For a run like this one, the batch of 64 prompts may be too small, about right or too large: B crit is 2.5",
+        "Time it first Time it first: a batch of ",
+        "Noise scale now",
+        "Next sonde advise ",
+        "Why, and what this rests on For a run like this one, B crit is 2.8",
         "Judged from the last reading: window 600, after 38,400 prompts",
         "What the batch size costs",
+        "Loss",
         "Noise scale and batch size",
         "Noise and signal",
         "Noise scale by part of the model",
         "Gradient norm and clipping",
         "threshold of the clip",
-        "Loss",
         "How this was measured",
         "All data are the same. (window 40, after about 2,560 prompts; it has passed since)",
     ]
-    places = [text.index(section) for section in sections]
-    assert places == sorted(places)
+    place = 0
+    for section in sections:
+        place = text.index(section, place)
     assert "Something looks wrong" not in text  # what was right again needs nothing done
 
 
 @pytest.mark.parametrize(
     ("b_simple", "low", "high", "action"),
     [
-        (6400.0, 6000.0, 6800.0, "From here on, keep the batch of 64 sequences on 2 ranks: 4,096 would need 3 % ["),
-        (8.0, 6.0, 10.0, "From here on, try a batch of 8 sequences: it needs 1.5 [1 – 2.3] times the steps and 18 % ["),
-        (64.0, 50.0, 80.0, "From here on, keep the batch of 64 sequences: no other is sure to be better."),
-        (None, 50.0, None, "From here on, keep the batch of 64 sequences: no other is sure to be better."),
-        (None, 0.0, 0.0, "Check the data: all pieces of a window had the same gradient."),
+        (6400.0, 6000.0, 6800.0, "Time it first: a batch of 8,192 sequences takes 0.6"),
+        (8.0, 6.0, 10.0, "Time it first: a batch of 64 sequences in micro-batches of 32 takes 25"),
+        (None, 50.0, None, "Time it first: a batch of 64 sequences in micro-batches of 32 takes 25"),
+        (None, 0.0, 0.0, "No verdict yet on the batch of 64 sequences."),
     ],
 )
 def test_the_advice_is_what_the_critical_batch_allows(
@@ -190,9 +192,8 @@ def test_a_bound_of_the_average_is_named_as_what_it_is(
         (
             "lower_bound",
             [
-                "from an average noise scale of more than",
+                "B crit is more than",
                 "no upper limit known",
-                "twice the batch would need at most",
                 "Steps ≥",
                 "used, E/E min : at most this",
             ],
@@ -200,7 +201,7 @@ def test_a_bound_of_the_average_is_named_as_what_it_is(
         (
             "upper_bound",
             [
-                "from an average noise scale of less than",
+                "B crit is less than",
                 "no lower limit known",
                 "Steps 1 –",
                 "used, E/E min : at least this",
@@ -276,7 +277,7 @@ def test_every_value_that_could_break_an_axis_is_drawn(tmp_path: Path) -> None:
         records.append(with_metrics(record, odd | logged))
     text = visible_text(write_report(written(tmp_path, records)))
     assert "|G|² estimated at or below 0: not yet distinguishable from 0" in text
-    assert "no gradient noise was seen. All pieces had the same gradient" in text
+    assert "All pieces had the same gradient, so check that they hold different data." in text
 
 
 def test_a_restart_and_a_cut_off_line_are_shown(tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_no_address_and_no_foreign_script(plain: Path) -> None:
     page = plain.read_text(encoding="utf-8")
     outside_scripts = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert "<script" not in outside_scripts
-    assert re.findall(r"""(?:src|href)=["'](?!data:)""", outside_scripts) == []
+    assert re.findall(r"""(?:src|href)=["'](?!data:|#)""", outside_scripts) == []
     assert "default-src 'none'" in outside_scripts
 
 

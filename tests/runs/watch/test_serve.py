@@ -64,7 +64,7 @@ def test_a_page_gets_what_it_does_not_show_yet(tmp_path: Path) -> None:
     run = FollowedRun(write_run(tmp_path, 12, end=False))
     with served([run]) as site:
         news = _news(site)
-        assert (news["version"], news["title"]) == (1, "small language model: About right or too large")
+        assert (news["version"], news["title"]) == (1, "small language model: Time it first")
         assert "window 120" in news["top"]
         figures = _news(site, path="figures")
         assert (figures["version"], len(figures["roots"]), len(figures["figures"]["roots"])) == (1, 7, 7)

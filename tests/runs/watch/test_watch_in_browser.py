@@ -88,18 +88,19 @@ def test_a_new_reading_is_shown_within_seconds_and_the_reader_stays_where_they_a
     write_run(tmp_path, 60, end=False)
     with _watched(tmp_path) as (address, _):
         _open(browser, address)
-        assert _text(browser).count("About right or too large") == 1
+        assert _text(browser).startswith("Last record ")
+        assert " · loss 1.712\n" in _text(browser)
         figures = browser.find_elements("css selector", "figure")
         assert len(figures) == 6
         browser.execute_cdp_cmd("Performance.enable", {})
         listeners = _listeners(browser)
-        whole = browser.execute_script(RANGE, figures[2])
-        browser.execute_script("arguments[0].focus()", figures[2])
+        whole = browser.execute_script(RANGE, figures[3])
+        browser.execute_script("arguments[0].focus()", figures[3])
         ActionChains(browser).send_keys("+").perform()
-        zoomed = browser.execute_script(RANGE, figures[2])
+        zoomed = browser.execute_script(RANGE, figures[3])
         assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
-        browser.execute_script("arguments[0].scrollIntoView()", figures[2])
-        top, spoken = browser.execute_script(TOP, figures[2]), figures[2].find_element("tag name", "figcaption")
+        browser.execute_script("arguments[0].scrollIntoView()", figures[3])
+        top, spoken = browser.execute_script(TOP, figures[3]), figures[3].find_element("tag name", "figcaption")
         before = spoken.get_property("textContent")
 
         browser.execute_script("getSelection().selectAllChildren(document.querySelector('h1'))")
@@ -109,12 +110,12 @@ def test_a_new_reading_is_shown_within_seconds_and_the_reader_stays_where_they_a
         assert "All ranks train on the same data." in _text(browser)
         assert browser.execute_script("return String(getSelection())") == "small language model"
         _wait(lambda: spoken.get_property("textContent") != before, "the reading in the figures")
-        _wait(lambda: browser.execute_script(NEWEST, figures[2]) == "610", "the reading in the drawing")
-        assert browser.execute_script(TOP, figures[2]) == pytest.approx(top, abs=2)
-        assert browser.execute_script(RANGE, figures[2]) == zoomed
-        assert browser.switch_to.active_element == figures[2]
+        _wait(lambda: browser.execute_script(NEWEST, figures[3]) == "610", "the reading in the drawing")
+        assert browser.execute_script(TOP, figures[3]) == pytest.approx(top, abs=2)
+        assert browser.execute_script(RANGE, figures[3]) == zoomed
+        assert browser.switch_to.active_element == figures[3]
         ActionChains(browser).send_keys("0").perform()
-        assert browser.execute_script(RANGE, figures[2])[1] > whole[1]
+        assert browser.execute_script(RANGE, figures[3])[1] > whole[1]
         assert browser.execute_script(STILL)
         assert _listeners(browser) == pytest.approx(listeners, rel=0.05)  # 485 for 356 if a drawing stays
 
@@ -156,17 +157,21 @@ def test_several_runs_are_chosen_from_a_list(browser: Any, tmp_path: Path) -> No
     one, other = write_run(tmp_path / "one", 12, end=False), write_policy_run(tmp_path / "other", 12)
     with _watched(one, other) as (address, _):
         _open(browser, address)
-        links = "return [...document.querySelectorAll('nav a')].map(link => link.innerText)"
+        links = "return [...document.querySelectorAll('.bar a')].map(link => link.innerText)"
         first, second = browser.execute_script(links)
-        assert first.startswith("small language model About right or too large · last record ")
-        assert second == "adding by GRPO Entropy is falling · ended: training ended"
+        assert (first, second) == ("small language model", "adding by GRPO")
+        rows = browser.find_elements("css selector", ".bar tbody tr")
+        assert [" ".join(row.text.split(" last ")[0].split()) for row in rows] == [
+            "small language model Time it first 1.645 120",
+            "adding by GRPO Entropy is falling – 56 ended: training ended",
+        ]
         browser.find_element("link text", second).click()
         _wait(lambda: "Entropy of the policy" in _text(browser), "the second run")
         _wait(lambda: browser.execute_script(STILL), "its figures")
         assert browser.execute_script("return document.title") == "adding by GRPO: Entropy is falling"
         assert browser.find_element("css selector", "[aria-current=true]").text == second
-        assert _text(browser).count("About right or too large") == 1  # in the list
-        metrics = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        assert _text(browser).count("Time it first") == 1  # in the list
+        metrics = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert browser.execute_script(overflow) <= 0

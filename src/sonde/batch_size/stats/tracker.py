@@ -81,7 +81,7 @@ class NoiseScaleTracker(Stateful):
         self.rate_factor: Callable[[], float] = lambda: 1.0
         """By what a batch schedule multiplies the learning rate now."""
         self.n_pieces = 1
-        """Pieces of the last window, on all ranks."""
+        """Pieces of the last window that was no short one, on all ranks."""
         self._batch_changed = False
         """Whether batches had another size since this object was made."""
         self.windows = 0
@@ -123,7 +123,6 @@ class NoiseScaleTracker(Stateful):
         """
         self.last = None
         self.n_seen = self.n_seen + 1 if number is None else number
-        self.n_pieces = row.n_pieces or self.n_pieces
         scale = self._read_scale(row, row)
         apart = {name: self._read_scale(pieces, row) for name, pieces in row.apart.items()}
         drop = why_unusable(
@@ -131,6 +130,9 @@ class NoiseScaleTracker(Stateful):
         )
         if math.isfinite(row.n_units) and row.n_pieces and not (drop is not None and drop.kind in _OF_OTHER_STEPS):
             self.see_units(row.n_units, row.further_units)
+        # The last window of an epoch may be short: its pieces say nothing of the others.
+        if row.n_pieces and (self.at_fixed_weights or are_alike(row.n_units, self._units.x or row.n_units)):
+            self.n_pieces = row.n_pieces
         if drop is None or drop.kind == "changed":
             changed = scale.changed.union(*(each.changed for each in apart.values()))
             why = None if drop is None else drop.reason

@@ -38,17 +38,28 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
     branches = Path(run_path) if Path(run_path).name == BRANCHES_NAME else Path(run_path) / BRANCHES_NAME
     if branches.is_file():
         return write_branch_report(read_branches(branches), Path(out or branches.with_name("report.html")))
-    run = read_run(run_path)
+    run = readable_run(run_path)
+    target = run.path.parent / "report.html" if out is None else Path(out)
+    check_target(target)
+    write_in_one_step(target, render_page(run))
+    return target
+
+
+def readable_run(path: str | Path) -> Run:
+    """The run in a log, in which something was measured.
+
+    Raises:
+        FileNotFoundError: when there is no such run.
+        ValueError: when the file is not the log of a run, or the log holds no reading yet.
+    """
+    run = read_run(path)
     if run.is_empty:
         every = run.probe("reading").setup.get("log_every") or "few"
         raise ValueError(
             f"{run.path} holds no reading yet, expected at least one (a run writes one every {every} windows and at "
             "its end): let the run continue, then try again"
         )
-    target = run.path.parent / "report.html" if out is None else Path(out)
-    check_target(target)
-    write_in_one_step(target, render_page(run))
-    return target
+    return run
 
 
 def render_page(run: Run) -> str:

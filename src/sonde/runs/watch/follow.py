@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 from sonde.log.lines import lines_of
+from sonde.runs.losses import LastLoss, last_loss
 from sonde.runs.reader import ADVICE, Contents, find_records
 from sonde.runs.report.verdicts import Failed, VerdictPanel, failed_checks, verdict_panels
 from sonde.runs.run import Run
-from sonde.wording import duration
+from sonde.wording import count, duration, number
 
 
 class FollowedRun:
@@ -24,6 +25,7 @@ class FollowedRun:
         run: what the log holds. A last line without its line break is still being written, and is left out.
         panels: the verdicts on it.
         failing: the checks that fail now.
+        loss: the last one that the user logged.
         version: counts the changes of `run`.
         written: when the log was last written to, in seconds since 1970.
         problem: why the log cannot be read now, in one sentence; empty if it can. `run` stays as it was read last.
@@ -39,6 +41,7 @@ class FollowedRun:
         self.run: Run
         self.panels: list[VerdictPanel] = []
         self.failing: list[Failed] = []
+        self.loss: LastLoss | None = None
         self.version = 0
         self.written = 0.0
         self.problem = ""
@@ -65,6 +68,19 @@ class FollowedRun:
     def badges(self) -> str:
         """The verdicts, in a few words."""
         return ", ".join(panel.badge for panel in self.panels) or "No reading yet"
+
+    @property
+    def step(self) -> str:
+        """The last window that was read."""
+        return "–" if self.run.is_empty else count(self.run.last.window)
+
+    @property
+    def loss_text(self) -> str:
+        """The last loss, and its window if it is not the last one."""
+        if self.loss is None:
+            return "–"
+        at = self.loss.reading.window
+        return number(self.loss.value, 4) + (f" at {count(at)}" if at != self.run.last.window else "")
 
     def refresh(self) -> str:
         """Read what was appended. Whatever happens to the log, its folder and its disk is told as a `problem`.
@@ -103,6 +119,7 @@ class FollowedRun:
             self.run = self._contents.read_on(is_whole=False)
         self.panels = verdict_panels(self.run)
         self.failing = [each for each in failed_checks(self.run) if not each.is_over]
+        self.loss = last_loss(self.run)
         self.version += 1
         self.written = now.st_mtime
         self.problem = ""

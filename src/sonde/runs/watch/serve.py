@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from sonde.runs.names import names_apart
 from sonde.runs.report.how_measured import how_measured
 from sonde.runs.report.page import check_bokeh, live_part, part_of_page, whole_page
 from sonde.runs.report.write import report_sections, said_first
@@ -59,9 +60,10 @@ class Site(ThreadingHTTPServer):
 
     def news(self, number: str, seen: str) -> dict[str, Any]:
         """What a page says of a run before its figures; the runs alone if it has seen the newest version."""
-        shown = self.runs[number]
-        bar = part_of_page("watch/watch.html", "bar", runs=self.runs.values(), shown=shown, token=self.token)
-        news = {"version": shown.version, "title": f"{shown.run.name}: {shown.badges}", "bar": bar}
+        shown, names = self.runs[number], names_apart([each.run for each in self.runs.values()])
+        rows = [(*each, number == each[0]) for each in zip(self.runs, names, self.runs.values(), strict=True)]
+        bar = part_of_page("watch/watch.html", "bar", rows=rows, shown=shown, token=self.token)
+        news = {"version": shown.version, "title": f"{names[int(number)]}: {shown.badges}", "bar": bar}
         if seen != str(shown.version):
             news["top"] = part_of_page("report/page.html", "top", **said_first(shown.run))
         return news

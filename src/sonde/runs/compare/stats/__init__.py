@@ -1,1 +1,1 @@
-"""How the numbers of two runs differ, with intervals."""
+"""How the curves of two runs differ at an equal place, with intervals."""

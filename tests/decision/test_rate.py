@@ -7,10 +7,9 @@ import re
 from typing import Any
 
 import pytest
-import torch
-from sonde.batch_size.stats.proxy import Range, settings_of
-from sonde.batch_size.stats.rate_row import RateRow, rate_row
-from torch import nn
+
+from sonde.decision.law import Range
+from sonde.decision.rate import RateRow, rate_row
 
 KNOWN = Range(100.0, 50.0, 200.0)
 ADAMW = {"name": "AdamW", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
@@ -95,24 +94,3 @@ def test_a_row_that_is_not_known_whole_is_not_printed(group: dict[str, Any], why
     assert row.settings == ()
     assert row.words.startswith("The rate is not known: ")
     assert row.words.endswith(f"{why}.")
-
-
-def test_settings_are_read_without_waiting_for_a_device() -> None:
-    """The rate of a schedule is the one it starts from, and a rate in a tensor is read on the CPU alone."""
-    first, second, third = (nn.Linear(2, 2) for _ in range(3))
-    groups = [
-        {"params": first.parameters(), "lr": torch.tensor(0.5)},
-        {"params": second.parameters(), "lr": torch.tensor(0.5, device="meta"), "weight_decay": 0.0},
-        {"params": third.parameters(), "lr": torch.tensor(0.5)},
-    ]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.99), foreach=False)  # type: ignore[arg-type]
-    sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
-    torch.optim.lr_scheduler.LinearLR(sgd, start_factor=0.01)
-    found = settings_of([adamw, sgd])
-    betas = {"name": "AdamW", "betas": [0.9, 0.99], "eps": 1e-8}
-    flag = {"decoupled_weight_decay": True} if "decoupled_weight_decay" in adamw.param_groups[0] else {}
-    assert found == [
-        {"lr": 0.5, "weight_decay": 0.01, **betas, **flag},
-        {"weight_decay": 0.0, **betas, **flag},
-        {"name": "SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
-    ]

@@ -1,4 +1,4 @@
-"""What the study found of B_simple with this optimizer reaches the verdict, of a probe and of a log."""
+"""Optimizers are known by their class and the options that change their steps; what the study found of them is used."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from sonde.batch_size.stats.proxy import FACTORS, LAW_FITS_BETTER, kind_of, law_in_words, proxy_in_words
-from sonde.runs.advice import looked_up
 from torch import nn
 
 import sonde
-from sonde.runs.report.verdicts import verdict_panels
-from sonde.runs.report.write import write_report
-from sonde.wording import number
+from sonde.batch_size.last_words import decision_of
+from sonde.batch_size.optimizers import kind_of, settings_of
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS
+from sonde.decision.proxy import FACTORS, OF_BRANCHES, PUBLISHED
+from sonde.runs.facts import facts_of_run
 from tests.batch_size.loops import attached, batch, mean_loss
-from tests.runs.report.visible_text import visible_text
 
 Optimizers = list[torch.optim.Optimizer]
-PUBLISHED = "which was 0.1 to 20 times B_simple in published runs (McCandlish et al. 2018"
 
 
 def network() -> nn.Module:
@@ -113,25 +111,25 @@ def test_the_kind_of_an_optimizer_has_the_options_that_change_its_steps(
     assert ((name, "euclidean") in FACTORS) == (name in OF_STUDY)
 
 
-@pytest.mark.parametrize(("kind", "metric"), FACTORS)
-def test_the_study_is_quoted_for_its_own_optimizers_and_metrics(kind: str, metric: str) -> None:
-    found, text = FACTORS[kind, metric], proxy_in_words("images", kind, metric)
-    assert found.median is not None
-    assert found.low < found.median < found.high <= 20 * found.low
-    low, median, high = (number(end, 2) for end in (found.low, found.median, found.high))
-    assert f"With {kind}, that was {low} to {high} times the run's average (median {median})" in text
-    assert f"in 90 % of {found.n_trainings} trainings" in text
-    assert (f"B_simple (metric {metric!r}) is" in text) == (metric != "euclidean")
-    assert ("times B_simple now" in text) == (metric == "euclidean")  # branches were not measured in others
-
-
-@pytest.mark.parametrize(
-    ("kind", "metric"), [("", "euclidean"), ("Lion (β = 0.9)", "euclidean"), ("SGD (β = 0)", "adam")]
-)
-def test_others_have_the_published_runs_alone(kind: str, metric: str) -> None:
-    text = proxy_in_words("images", kind, metric)
-    assert PUBLISHED in text
-    assert "study" not in text
+def test_settings_are_read_without_waiting_for_a_device() -> None:
+    """The rate of a schedule is the one it starts from, and a rate in a tensor is read on the CPU alone."""
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
+    groups = [
+        {"params": first.parameters(), "lr": torch.tensor(0.5)},
+        {"params": second.parameters(), "lr": torch.tensor(0.5, device="meta"), "weight_decay": 0.0},
+        {"params": third.parameters(), "lr": torch.tensor(0.5)},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.99), foreach=False)  # type: ignore[arg-type]
+    sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.LinearLR(sgd, start_factor=0.01)
+    found = settings_of([adamw, sgd])
+    betas = {"name": "AdamW", "betas": [0.9, 0.99], "eps": 1e-8}
+    flag = {"decoupled_weight_decay": True} if "decoupled_weight_decay" in adamw.param_groups[0] else {}
+    assert found == [
+        {"lr": 0.5, "weight_decay": 0.01, **betas, **flag},
+        {"weight_decay": 0.0, **betas, **flag},
+        {"name": "SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
+    ]
 
 
 def trained(
@@ -140,8 +138,8 @@ def trained(
     *,
     is_given: bool = True,
     betas: Callable[[int], float] | None = None,
-) -> sonde.NoiseScaleReading:
-    """The last reading of 120 steps that are logged; `betas` says the β of each step."""
+) -> sonde.Decision:
+    """The decision after 120 steps that are logged; `betas` says the β of each step."""
     generator = torch.Generator().manual_seed(0)
     optimizers = make(model := network())
     log = sonde.RunLog(sonde.JsonlSink(folder), every=60)
@@ -156,30 +154,31 @@ def trained(
                         group.update({"momentum": beta} if "momentum" in group else {"betas": (beta, 0.99)})
                 optimizer.step()
             model.zero_grad()
-        return probe.reading()
+        return decision_of(probe, probe.reading())
 
 
 @pytest.mark.parametrize("kind", OF_STUDY)
-def test_probe_and_log_say_the_same(tmp_path: Path, kind: str) -> None:
-    verdict = trained(tmp_path, OF_STUDY[kind]).verdict
-    assert verdict is not None
-    assert verdict.kind != "unknown"
-    assert verdict.detail.endswith(proxy_in_words("images", kind, "euclidean"))
-    [panel] = verdict_panels(run := sonde.read_run(tmp_path))
-    assert panel.detail == verdict.detail
-    assert looked_up(run.readings[-1], run.probe("reading")) == (kind, "euclidean")
+def test_the_factor_of_the_optimizer_is_used(tmp_path: Path, kind: str) -> None:
+    found = trained(tmp_path, OF_STUDY[kind])
+    factors = {name: advice.scope.factor for name, advice in found.advice.items()}
+    assert factors == {RUN_LIKE_THIS: FACTORS[kind, "euclidean"], FROM_HERE_ON: OF_BRANCHES[kind]}
+    assert facts_of_run(sonde.read_run(tmp_path)).optimizer == found.facts.optimizer == kind
 
 
 @pytest.mark.parametrize("make", [momentum, adamw])
-def test_where_the_momentum_is_cycled_no_row_is_quoted(tmp_path: Path, make: Callable[[nn.Module], Optimizers]) -> None:
+def test_where_the_momentum_is_cycled_the_study_says_nothing(
+    tmp_path: Path, make: Callable[[nn.Module], Optimizers]
+) -> None:
     """As OneCycleLR does by default; here the last β is that at attach again."""
-    reading = trained(tmp_path, make, betas=lambda step: 0.85 if 50 <= step < 70 else 0.9)
-    assert reading.verdict is not None
-    assert (reading.optimizer, "B_crit is" in reading.verdict.headline) == ("", True)
-    assert PUBLISHED in reading.verdict.detail
-    assert "study" not in reading.verdict.detail
-    [panel] = verdict_panels(sonde.read_run(tmp_path))
-    assert panel.detail == reading.verdict.detail
+    found = trained(tmp_path, make, betas=lambda step: 0.85 if 50 <= step < 70 else 0.9)
+    assert found.facts.optimizer == facts_of_run(sonde.read_run(tmp_path)).optimizer == ""
+    assert {advice.scope.factor for advice in found.advice.values()} == {PUBLISHED}
+    assert found.rates == ()
+
+
+def test_without_the_optimizer_the_published_runs_are_taken(tmp_path: Path) -> None:
+    found = trained(tmp_path, adamw, is_given=False)
+    assert {advice.scope.factor for advice in found.advice.values()} == {PUBLISHED}
 
 
 def test_a_restart_remembers_that_the_momentum_was_cycled() -> None:
@@ -193,27 +192,3 @@ def test_a_restart_remembers_that_the_momentum_was_cycled() -> None:
         assert probe.reading().optimizer == "SGD (β = 0.9)"
         probe.load_state_dict(state)
         assert probe.reading().optimizer == ""
-
-
-def test_the_page_says_it_once_with_the_verdict(tmp_path: Path) -> None:
-    trained(tmp_path, momentum)
-    text = visible_text(write_report(tmp_path))
-    said = proxy_in_words("rows", "SGD (β = 0.9)", "euclidean").replace(
-        "B_simple", "B simple"
-    )  # the page has an index there
-    assert text.count(said) == 1
-    assert law_in_words() in text
-    assert "optimizer kind" not in text
-
-
-def test_without_the_optimizer_the_published_runs_are_named_alone(tmp_path: Path) -> None:
-    verdict = trained(tmp_path, adamw, is_given=False).verdict
-    assert verdict is not None
-    assert PUBLISHED in verdict.detail
-    assert "study" not in verdict.detail
-
-
-def test_the_law_is_that_of_most_cases() -> None:
-    n, of = LAW_FITS_BETTER
-    assert of / 2 < n <= of
-    assert f"in {n} of {of} cases" in law_in_words()

@@ -12,28 +12,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sonde.batch_size.stats.next_batch import Plan, Present, plan_of
-from sonde.batch_size.stats.proxy import Range
-from sonde.commands.trainer_flags import TRAINERS, in_trainer, trainer_named
 
 from sonde.commands.run_script.measured import trainer_of
+from sonde.decision.law import exactly
+from sonde.decision.plans import Plan
+from sonde.decision.trainers import TRAINERS, in_trainer, trainer_named
 
 TO: dict[str, Any] = {"unit": "sequences", "present": 128, "units_seen": 64_000, "tokens": 1024}
-CRITICAL = Range(100.0, 50.0, 200.0)
 
 
-def plan(batch: float, present: float = 128, pieces: int = 8, ranks_at_most: int = 8) -> Plan:
-    return plan_of(Present(present, 1000, pieces, 1, ranks_at_most=ranks_at_most), batch, CRITICAL)
+def plan(ranks: int = 8, accumulation: int = 4, micro_batch: int = 16) -> Plan:
+    """By default of 512 sequences: 16 at a time on each of 8 ranks, 4 times."""
+    cost, batch = exactly(1.0), ranks * accumulation * micro_batch
+    costs = (cost, cost, cost, cost, cost, cost)  # steps, units, time, idle, full, rank time: no trainer is told
+    return Plan(float(batch), ranks, accumulation, micro_batch, *costs, "measured", None, None)
 
 
 def said(trainer: str, to: Plan | None = None, **others: Any) -> str:
-    """By default of 512 sequences: 16 at a time on each of 8 ranks, 4 times; 128 so far."""
-    return "\n".join(in_trainer(trainer, to or plan(512), **TO | others))
+    """By default of 512 sequences, with 128 so far."""
+    return "\n".join(in_trainer(trainer, to or plan(), **TO | others))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_average_of_batches_is_set_as_whole_numbers(trainer: str) -> None:
-    assert said(trainer, plan(511.2, present=127.8), present=127.8) == said(trainer)
+    assert said(trainer, present=127.8) == said(trainer)
 
 
 FACTORS = {
@@ -63,52 +65,23 @@ def product(said: str, pattern: str) -> int:
 
 
 @given(
-    batch=st.integers(1, 20_000) | st.integers(1, 10**12),
-    pieces=st.integers(1, 64),
-    micro=st.integers(1, 64),
-    ranks_at_most=st.integers(1, 4096) | st.integers(1, 10**12),
+    ranks=st.integers(1, 64) | st.integers(1, 10**12),
+    accumulation=st.integers(1, 1024),
+    micro=st.integers(1, 4096),
+    present=st.integers(1, 10**6),
 )
 @settings(max_examples=200, deadline=5000, derandomize=True)
-def test_numbers_multiply_to_the_batch(batch: int, pieces: int, micro: int, ranks_at_most: int) -> None:
-    to = plan(batch, pieces * micro, pieces, ranks_at_most)
-    n, accumulation = round(to.batch), to.accumulation
-    assert n == to.micro_batch * to.ranks * accumulation == to.whole_batch
-    assert to.ranks <= ranks_at_most
-    assert min(micro, n) / 2 <= to.micro_batch <= micro
-    assert accumulation <= (2 if n == batch else 1.25) * math.ceil(n / micro / ranks_at_most)  # if all divided
-    if max(batch, ranks_at_most) <= 20_000:
-        assert abs(n - batch) <= max(16, batch / 20)
+def test_numbers_multiply_to_the_batch(ranks: int, accumulation: int, micro: int, present: int) -> None:
+    to = plan(ranks, accumulation, micro)
+    n = ranks * accumulation * micro
+    assert to.whole_batch == n
     for trainer in TRAINERS:
         unit = "prompts" if trainer in ("verl", "prime-rl") else "sequences"
-        told = said(trainer, to, unit=unit, present=pieces * micro, tokens=1, completions=1)
+        told = said(trainer, to, unit=unit, present=present, tokens=1, completions=1)
         assert product(told, FACTORS[trainer]) == n
         assert n % product(told, DIVIDES.get(trainer, "never")) == 0
         for size in re.findall(r"--rampup-batch-size (\d+)", told):
-            assert int(size) % (to.micro_batch * to.ranks) == 0
-
-
-@pytest.mark.parametrize(
-    ("batch", "ranks_at_most", "split"),
-    [
-        (17, 2, (1, 2, 8)),  # 16: a prime number would be one rank's
-        (100, 3, (10, 2, 5)),
-        (56, 4, (2, 4, 7)),  # 7 micro-batches of 8 would be one rank's
-        (60, 16, (1, 10, 6)),
-        (0.3, 2, (1, 1, 1)),
-        (2**40, 10**12, (1, 2**37, 8)),
-    ],
-)
-def test_micro_batches_shrink_where_more_ranks_can_share_the_batch(
-    batch: float, ranks_at_most: int, split: tuple[int, int, int]
-) -> None:
-    found = plan(batch, present=64, ranks_at_most=ranks_at_most)
-    assert (found.accumulation, found.ranks, found.micro_batch) == split
-
-
-def test_uneven_micro_batches_are_not_taken_for_even_ones() -> None:
-    """17 in 3: another batch is as near to the one that is asked for as it may be, and the present one is as logged."""
-    sizes = [(found.batch, found.accumulation) for found in (plan(n, 17, 3, ranks_at_most=1) for n in (17, 34, 68))]
-    assert sizes == [(17, 3), (35, 7), (68, 17)]
+            assert int(size) % (micro * ranks) == 0
 
 
 def test_transformers_takes_the_flags(tmp_path: Any) -> None:
@@ -166,8 +139,8 @@ def test_megatrons_ramp_has_one_increment_where_the_schedule_has_its_step() -> N
     n_increments = (512 - start) / increment
     assert [start + math.floor(seen / (samples / n_increments)) * increment for seen in (63_999, 64_000)] == [128, 512]
     assert '"0:128 65536000:512"' in said("Megatron")
-    assert "--rampup" not in said("Megatron", plan(64))  # no ramp goes down
-    on_64 = said("Megatron", plan(1024, ranks_at_most=64))  # whose micro-batches of 16 make 1024, not 128
+    assert "--rampup" not in said("Megatron", plan(2, 1, 32))  # no ramp goes down
+    on_64 = said("Megatron", plan(64, 1, 16))  # whose micro-batches of 16 make 1024, not 128
     assert "--rampup" not in on_64
     assert "--step-batch-size-schedule" not in on_64
     assert "each batch of a run that grows must be a multiple of 16 × 64" in on_64
@@ -182,7 +155,7 @@ def test_megatrons_ramp_has_one_increment_where_the_schedule_has_its_step() -> N
     ],
 )
 def test_in_rl_prompts_and_rollouts_are_told_apart(trainer: str, flags: list[str]) -> None:
-    to = plan(32, present=16, pieces=1, ranks_at_most=2)
+    to = plan(2, 1, 16)
     told = said(trainer, to, unit="prompts", present=16, completions=8)
     assert all(flag in told for flag in flags), told
 

@@ -1,0 +1,350 @@
+"""The decision: what is better at both ends of what is known is advised, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sonde.decision.decide import Advice, Aim, Decision, Wanted, decide
+from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts
+from sonde.decision.plans import Plan, Present
+from sonde.decision.rate import end_of_rule
+from sonde.decision.time_curve import TimeCurve, Timing
+from sonde.stats.intervals import RatioInterval, unresolved
+from tests.decision.known import ADAMW, SETTINGS, curves, ends_of, every_split, facts, powers, resolved, tried
+
+
+def advised(known: Facts, **wanted: Any) -> tuple[str, float | None]:
+    """The kind of decision, and the batch that it is for."""
+    found = decide(known, Wanted(**wanted))
+    best = found.leading and found.leading.best
+    return found.kind, best.batch if best else None
+
+
+# Against every plan that there is.
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> tuple[Facts, Wanted]:
+    """All sizes are powers of two. The time of a step is known at its own size, or at several."""
+    ranks, accumulation, micro, at_most = (draw(powers) for _ in range(4))
+    batch, noise = micro * accumulation * ranks, math.exp(draw(st.floats(-1, 10)))
+    known = resolved(noise, math.exp(draw(st.floats(0.01, 1))))
+    known = draw(st.sampled_from([known, RatioInterval("lower_bound", noise, math.inf)]))
+    curve = draw(st.none() | curves(micro, accumulation, ranks))
+    more = {"optimizer": draw(st.sampled_from([ADAMW, "SGD (β = 0.9)", "Lion (β = 0.9)"])), "n_steps": 1000}
+    more |= {"settings": draw(st.sampled_from([(), (SETTINGS | {"betas": [0.9, 0.95]},)])), "curve": curve}
+    found = Facts("rows", float(batch), known, known, ranks=ranks, pieces=ranks * accumulation, **more)
+    aims: list[Aim] = ["balanced", "cheapest", *(["fastest"] if curve else [])]  # type: ignore[list-item]
+    return found, Wanted(aim=draw(st.sampled_from(aims)), ranks_at_most=at_most)
+
+
+def sure_plans(known: Facts, wanted: Wanted, advice: Advice) -> dict[float, float]:
+    """The middle, or worse, cost of each batch that is better at all ends, shared out in the best of all ways."""
+    curve = known.curve or TimeCurve((Timing(known.micro_batch, known.accumulation, known.ranks, 1.0),))
+    most = wanted.ranks_at_most or known.ranks
+    now = Present(known.batch or 0, 1, known.micro_batch, known.accumulation, known.ranks, most, curve)
+    critical, sure = advice.scope.critical, {}
+    for size in {plan.batch for plan in advice.plans}:
+        far = wanted.aim == "balanced" and size > 1.5 * critical.likely
+        costs = []
+        for split in every_split(now, round(size), min(most, known.ranks) if far else most):
+            price = split[0] / known.ranks if wanted.aim == "cheapest" else 1.0
+            ends = [price * time for time in ends_of(now, critical, split, size)[1]]
+            step, likely = now.curve.of_step(split[2], split[1], split[0]), max(ends)
+            if critical.middle is not None:
+                part = (1 + critical.middle / size) / (1 + critical.middle / now.batch)
+                likely = price * part * step.high / now.step_time
+            costs.append((max(ends), likely))
+        if costs and min(costs)[0] < 1 and min(costs)[1] <= 0.9 and size < end_of_rule(known.settings, now.batch):
+            sure[size] = min(costs)[1]
+    return sure
+
+
+@given(trainings())
+@settings(max_examples=300, deadline=5000, derandomize=True)
+def test_what_is_better_at_both_ends_is_advised_and_nothing_else(of: tuple[Facts, Wanted]) -> None:
+    known, wanted = of
+    found = decide(known, wanted)
+    for advice in found.advice.values():
+        sure, best = sure_plans(known, wanted, advice), advice.best
+        assert (best is None) == (not sure)
+        if best is not None:
+            as_fast = (1.25 if wanted.aim == "balanced" else 1.0) * min(sure.values())
+            assert sure[best.batch] <= as_fast * (1 + 1e-9)
+            assert not [n for n, cost in sure.items() if n < best.batch and cost < as_fast * (1 - 1e-9)]
+            assert advice.maybe is None
+        elif (maybe := advice.maybe) is not None:
+            assert maybe.basis == "bounds"
+            cost = maybe.idle if maybe.batch >= advice.present.batch else maybe.full
+            assert cost.high < 1  # whatever B_crit is: the time of a step alone is in doubt
+
+
+@given(trainings())
+@settings(max_examples=150, deadline=5000, derandomize=True)
+def test_a_decision_says_what_its_own_table_says(of: tuple[Facts, Wanted]) -> None:
+    found = decide(*of)
+    lead = found.leading
+    assert lead is not None
+    is_better = [p for p in lead.plans if p.time.high <= 0.9 and p is not lead.present]
+    assert (found.kind == "time") == (lead.best is None and lead.maybe is not None)
+    assert (found.plan, found.how != ()) == (lead.best, lead.best is not None)
+    if lead.best is not None:
+        assert found.kind == {-1: "smaller", 0: "reshape", 1: "larger"}[side(lead.best, lead.present)]
+        assert f"{lead.best.whole_batch:,} rows" in found.sentence or "1 row" in found.sentence
+    if found.kind == "keep" and of[1].aim == "fastest":
+        end = end_of_rule(of[0].settings, of[0].batch or 0)
+        assert [p for p in is_better if p.batch < end] == []
+    assert ("no other" in found.sentence) == (found.kind == "keep")
+
+
+def side(plan: Plan, now: Plan) -> int:
+    return (plan.whole_batch > now.whole_batch) - (plan.whole_batch < now.whole_batch)
+
+
+@given(trainings(), st.sampled_from([1.0, 0.0]))
+@settings(max_examples=200, deadline=5000, derandomize=True)
+def test_where_a_trial_is_asked_for_it_decides(of: tuple[Facts, Wanted], fullness: float) -> None:
+    """With times of larger micro-batches on an empty device, or a full one, nothing is left in doubt by them."""
+    known, wanted = of
+    found = decide(dataclasses.replace(known, curve=None), dataclasses.replace(wanted, aim="balanced"))
+    if found.kind != "time":
+        return
+    micro, accumulation, ranks = known.micro_batch, known.accumulation, known.ranks
+    sizes = [micro * 2.0**k for k in range(-6, 14) if micro * 2.0**k >= 1]
+    timings = [
+        Timing(m, accumulation, n, accumulation * (1 - fullness + fullness * m / micro), 0.0)
+        for m in sizes
+        for n in {2**k for k in range(5)} | {ranks}
+    ]
+    tried_all = dataclasses.replace(known, curve=TimeCurve(tuple(timings)))
+    then = decide(tried_all, dataclasses.replace(wanted, aim="balanced"))
+    assert then.kind != "time"
+    assert then.leading is not None
+    assert found.leading is not None
+    if fullness == 0 and found.leading.maybe and found.leading.maybe.batch >= found.leading.present.batch:
+        assert then.kind != "keep"
+
+
+# By hand.
+
+
+def test_one_device_is_told_what_a_larger_batch_costs_on_it() -> None:
+    """A step of 64 was measured to take 1.11 times that of 16; it was taken for 4 times, and the batch was kept."""
+    known = facts(16, 500.0)
+    found = decide(known)
+    assert found.kind == "time"
+    assert found.leading is not None
+    [of_64] = [plan for plan in found.leading.plans if plan.batch == 64]
+    steps = of_64.steps.likely / 1000
+    assert (of_64.idle.likely, of_64.full.likely) == (pytest.approx(steps), pytest.approx(4 * steps))
+    assert "if this device is not full, and" in found.sentence
+    assert decide(known, log="runs/a").command == "sonde advise runs/a --try -- python train.py --batch {batch}"
+    measured = tried((16, 0.010), (64, 0.0111), (256, 0.020))
+    after = decide(dataclasses.replace(known, curve=measured))
+    assert after.kind == "larger"
+    [of_64] = [plan for plan in after.leading.plans if plan.batch == 64] if after.leading else []
+    assert (of_64.time.likely, of_64.basis) == (pytest.approx(1.11 * steps), "measured")
+
+
+def test_a_larger_micro_batch_on_the_same_rank_is_costed() -> None:
+    """Batch 16 in micro-batches of 4 on one rank took 0.26 times as long as 4 of 1, where 1.01 was said."""
+    known = facts(
+        4, 40.0, pieces=4.0, curve=TimeCurve((Timing(1, 4, 1, 0.0041, 0.0001), Timing(4, 1, 1, 0.0012, 0.0001)))
+    )
+    found = decide(known)
+    assert found.leading is not None
+    [of_16] = [plan for plan in found.leading.plans if plan.batch == 16]
+    assert (of_16.ranks, of_16.accumulation, of_16.micro_batch) == (1, 4, 4)
+    step = 4 * 0.0011 + 0.0001
+    assert of_16.time.likely == pytest.approx(of_16.steps.likely / 1000 * step / 0.0041)
+
+
+def test_what_takes_half_the_time_at_its_worse_end_is_taken() -> None:
+    """B_simple 40 with SGD (β = 0.9), batch 16, 16 ranks: 64 on 4 ranks was better in 3 of 3, and 16 was kept."""
+    known = facts(16, 40.0, optimizer="SGD (β = 0.9)", settings=(), curve=tried((16, 0.01)))
+    found = decide(known, Wanted(ranks_at_most=16))
+    assert found.kind == "larger"
+    assert found.leading is not None
+    assert found.leading.best is not None
+    assert found.leading.best.time.high < 0.75
+    assert "no other is sure" not in found.sentence
+
+
+def test_the_same_batch_is_cut_anew_where_that_alone_saves_time() -> None:
+    """64 in 16 micro-batches of 4, on a device that is not full. It is beyond 1.5 B_crit, so no ranks are added."""
+    curve = TimeCurve((Timing(4, 16, 1, 0.160, 0.0), Timing(64, 1, 1, 0.0101, 0.0)))
+    known = facts(64, 20.0, pieces=16.0, curve=curve)
+    for at_most in (1, 8):
+        found = decide(known, Wanted(ranks_at_most=at_most))
+        assert found.kind == "reshape"
+        assert found.sentence.startswith(
+            "Start the next run with the batch of 64 rows cut into micro-batches of 64 in place of 4: it takes 6"
+        )
+        assert found.leading is not None
+        assert found.leading.best is not None
+        assert (found.leading.best.whole_batch, found.leading.best.ranks) == (64, 1)
+
+
+def test_a_batch_whose_statistics_enter_the_loss_is_not_cut_smaller() -> None:
+    known = facts(64, 1.0, curve=tried((16, 0.010), (64, 0.040)))
+    assert advised(known)[0] == "smaller"
+    found = decide(dataclasses.replace(known, needs_batch="batch normalisation shares its statistics"))
+    assert found.kind == "keep"
+    assert found.leading is not None
+    assert all(plan.micro_batch >= 64 for plan in found.leading.plans)
+    assert "Micro-batches are not made smaller: batch normalisation shares its statistics." in found.notes
+
+
+FLAT = tried((64, 0.010), (256, 0.012), (1024, 0.020), (4096, 0.080))
+NEARLY_FULL = tried((64, 0.010), (128, 0.012), (512, 0.060))
+WIDE = RatioInterval("resolved", 4.0, 30_000.0, ratio=350.0)
+
+
+@pytest.mark.parametrize(
+    ("average", "now", "curve", "kind", "joined"),
+    [
+        (resolved(3000.0), resolved(5000.0), FLAT, "larger", ". Change this run too, from here on."),
+        (resolved(3000.0), resolved(60.0), NEARLY_FULL, "larger", ". This run itself is best finished as it is."),
+        (resolved(300.0), resolved(60_000.0), FLAT, "larger", ". From here on in this run, take a batch of "),
+        (WIDE, resolved(60_000.0), NEARLY_FULL, "keep", ". From here on in this run, take a batch of "),
+        (WIDE, WIDE, NEARLY_FULL, "keep", ""),
+    ],
+)
+def test_next_run_and_this_run_are_joined_by_a_sentence(
+    average: RatioInterval, now: RatioInterval, curve: TimeCurve, kind: str, joined: str
+) -> None:
+    found = decide(dataclasses.replace(facts(64, 1.0, curve=curve), average=average, now=now))
+    assert found.kind == kind
+    lead, here = found.advice[RUN_LIKE_THIS], found.advice[FROM_HERE_ON]
+    assert (lead.best is None) == (kind == "keep")
+    for other in (". Change this run", ". This run itself", ". From here on in"):
+        assert (other in found.sentence) == joined.startswith(other)
+    assert joined in found.sentence
+    assert (here.best is not None) == (joined.startswith((". Change", ". From")))
+
+
+def test_from_here_on_alone_speaks_of_nothing_else() -> None:
+    for changed in ({"batch_changed": True}, {"n_steps": None}):
+        found = decide(facts(64, 3000.0, curve=tried((64, 0.010), (256, 0.012)), **changed))
+        assert list(found.advice) == [FROM_HERE_ON]
+        assert found.sentence.startswith("From here on, take a batch of 256 rows: it needs ")
+        assert "next run" not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("early", "reason"),
+    [
+        ({"n_steps": 12}, "no batch is judged before step 100"),
+        ({"n_steps": 99, "first_step": 501}, "no batch is judged before step 600"),
+        ({"warms_up": True}, "the learning rate is still rising"),
+        ({"now": unresolved(""), "average": unresolved(""), "reason": "too few windows"}, "too few windows"),
+        ({"now": RatioInterval("upper_bound", 0.0, 0.0)}, "all pieces had the same gradient"),
+        ({"batch": None}, "no batch size was given"),
+    ],
+)
+def test_there_is_no_decision_before_something_is_known(early: dict[str, Any], reason: str) -> None:
+    found = decide(dataclasses.replace(facts(32, 3000.0), **early))
+    assert (found.kind, found.advice, found.plan, found.command, found.how) == ("wait", {}, None, "", ())
+    assert found.sentence.startswith("No verdict yet")
+    assert reason in found.reason[:1].lower() + found.reason[1:]
+
+
+def test_a_wait_is_said_once_and_only_where_it_could_change_the_decision() -> None:
+    known = dataclasses.replace(facts(64, 1.0, curve=NEARLY_FULL), wait="train about 120 more steps")
+    found = decide(dataclasses.replace(known, now=WIDE, average=WIDE))
+    assert (found.kind, found.wait) == ("keep", "train about 120 more steps")
+    assert decide(dataclasses.replace(known, now=resolved(4e4), average=resolved(4e4))).wait == ""
+
+
+# What the user wants.
+
+
+def test_a_budget_is_kept_at_the_worse_end() -> None:
+    """The run as it is takes 640 s, which cost 64 at 360 an hour."""
+    known = facts(64, 320.0, pieces=4.0, curve=TimeCurve((Timing(16, 4, 1, 0.64, 0.0),), 17))
+
+    def money(budget: float) -> Decision:
+        return decide(known, Wanted(budget=budget, cost_per_hour=360.0, ranks_at_most=64))
+
+    fastest = [found.leading and (found.leading.best or found.leading.present) for found in map(money, (1e9, 100, 62))]
+    assert all(
+        plan and plan.money and plan.money.high <= most for plan, most in zip(fastest, (1e9, 100, 62), strict=True)
+    )
+    times = [plan.time.likely for plan in fastest if plan]
+    assert times == sorted(times)
+    assert times[0] < 0.2
+    assert list(money(100).advice) == [RUN_LIKE_THIS]
+    with pytest.raises(ValueError, match=r"no batch keeps the budget of 1: the cheapest costs up to"):
+        money(1.0)
+    with pytest.raises(ValueError, match="pass --cost-per-hour"):
+        decide(known, Wanted(budget=100.0))
+    with pytest.raises(ValueError, match="--budget is for a whole run like this one, and its batch changed"):
+        decide(dataclasses.replace(known, batch_changed=True), Wanted(budget=9.0, cost_per_hour=360.0))
+
+
+def test_with_more_ranks_a_larger_batch_is_faster_and_a_smaller_one_cheaper() -> None:
+    full = TimeCurve((Timing(16, 4, 1, 0.64, 0.0),), 17)
+    known = facts(64, 320.0, pieces=4.0, curve=full)
+    assert advised(known, aim="fastest", ranks_at_most=64)[1] == 1024.0  # one micro-batch on each
+    assert advised(known, ranks_at_most=64)[1] == 512.0  # beyond 1.5 B_crit, more ranks are not worth it
+    cheap = facts(64, 20.0, pieces=4.0, curve=full)
+    assert advised(cheap, aim="cheapest", ranks_at_most=64) == ("smaller", 16.0)
+    assert advised(facts(64, 3000.0, pieces=4.0, curve=full), aim="cheapest", ranks_at_most=64) == ("keep", None)
+
+
+def test_nothing_is_fastest_and_nothing_is_priced_without_a_clock() -> None:
+    for wanted in ({"aim": "fastest"}, {"cost_per_hour": 3.0}):
+        with pytest.raises(ValueError, match="pass --units-per-second"):
+            decide(facts(64, 320.0), Wanted(**wanted))
+        assert decide(facts(64, 320.0), Wanted(**wanted, units_per_second=100.0)).leading is not None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"budget": 0.0}, "--budget must be positive and finite, got 0"),
+        ({"ranks_at_most": -1}, "--ranks-at-most must be positive and finite, got -1"),
+        ({"units_per_second": math.nan}, "--units-per-second must be positive"),
+        ({"batch": math.inf}, "--batch must be positive and finite"),
+        ({"budget": 5.0, "aim": "cheapest"}, "leave out one of two"),
+        ({"trainer": "megatorn"}, "--trainer must be one of plain loop, transformers, "),
+    ],
+)
+def test_what_cannot_be_wanted_is_refused(wanted: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Wanted(**wanted)
+
+
+def test_no_batch_beyond_the_end_of_the_optimizers_rule_is_advised() -> None:
+    """A step of AdamW with β₁ = 0.9 remembers 10 steps: from 640 on there is no rate."""
+    flat = tried(*((64 * 4.0**k, 0.01) for k in range(5)))
+    ends = [
+        advised(facts(64, 60_000.0, settings=(SETTINGS | betas,), curve=flat))[1]
+        for betas in ({"betas": [0.9, 0.95]}, {})
+    ]
+    assert ends == [512.0, 4096.0]
+
+
+def test_a_batch_that_is_asked_for_has_flags_and_a_rate() -> None:
+    """Rates, flags and words are for the batch that can be set."""
+    known = facts(64, 28.0, pieces=8.0, ranks=2, curve=TimeCurve((Timing(8, 4, 2, 0.5, 0.0),), 9), trainer="Lightning")
+    found, of_16 = (decide(known, Wanted(batch=size)) for size in (17.0, 16.0))
+    assert found.plan is not None
+    assert (found.plan.whole_batch, found.rates) == (16, of_16.rates)
+    assert found.how == ("17 does not split well into ranks and micro-batches: this sets 16", *of_16.how)
+    assert found.rates[0].batch == 16
+    assert decide(known, Wanted(batch=100.0, trainer="nanochat")).rates == ()  # it scales them by itself
+
+
+def test_an_average_batch_is_said_in_whole_numbers() -> None:
+    """An epoch's last windows are short."""
+    found = decide(facts(15.9, 500.0, curve=TimeCurve((Timing(15.9, 1, 1, 0.01, 0.0), Timing(64, 1, 1, 0.011, 0.0)))))
+    assert found.kind == "larger"
+    assert found.plan is not None
+    assert found.plan.batch == found.plan.whole_batch == 64
