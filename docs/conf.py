@@ -72,7 +72,7 @@ nitpick_ignore_regex = [
     # Handed from one call of sonde to another, and read by no user.
     (
         r"py:class",
-        r"sonde\..*\.(CausesOfBatch|Collected|EntropyChange|EntropyMeasurement|FiniteStep|Result|Scored|Key|ParameterGroup|Point|PolicyStep|Responses|RowSums|Share|SolvedWindow|T|GuardedProbe|_TrackerSink)",
+        r"sonde\..*\.(CausesOfBatch|Collected|EntropyChange|EntropyMeasurement|FiniteStep|Result|Scored|Key|Moment|ParameterGroup|Point|PolicyStep|Responses|RowSums|Share|SolvedWindow|T|GuardedProbe|_TrackerSink)",
     ),
 ]
 default_role = "py:obj"

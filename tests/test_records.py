@@ -52,8 +52,8 @@ def test_probes_with_other_units_write_one_log(tmp_path: Path) -> None:
     assert [r.metrics["entropy/evaluation_per_token"] for r in run.policy] == [2.0]
     assert (run.header.probe("reading").unit, run.header.probe("policy").unit) == ("sequences", "prompts")
     assert run.header.probe("policy").setup == {"wrapper": "a loop"}
-    assert run.header.metrics["gns/trace_cov"]["unit"] == "gradient² · sequences"
-    assert run.header.metrics["entropy/evaluation_per_token"]["unit"] == "nats a token"
+    assert run.header.metrics["gns/trace_cov"].unit == "gradient² · sequences"
+    assert run.header.metrics["entropy/evaluation_per_token"].unit == "nats a token"
     assert (run.name, run.ended, len(run.headers)) == ("both", "training ended", 1)
     page = sonde.write_report(tmp_path).read_text()
     assert "Noise scale and batch size" in page
@@ -87,10 +87,8 @@ def test_a_probe_of_ones_own_gets_its_section(tmp_path: Path) -> None:
     noise.close()
     run = sonde.read_run(tmp_path)
     assert [(r.window, r.metrics["layer/dead_units"]) for r in run.own] == [(1, 0.25), (2, 0.25), (3, 0.25)]
-    assert run.header.metrics["layer/dead_units"] == {
-        "unit": "fraction",
-        "meaning": "units whose gradient is exactly 0",
-    }
+    described = run.header.metrics["layer/dead_units"]
+    assert (described.unit, described.meaning) == ("fraction", "units whose gradient is exactly 0")
     assert run.series("layer/dead_units") == ([1, 2, 3], [0.25, 0.25, 0.25])
     assert run.ended == "closed"
     page = sonde.write_report(tmp_path).read_text()

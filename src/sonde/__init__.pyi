@@ -30,13 +30,14 @@ from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_comparison import EntropyComparison
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
-from sonde.probe import Metric, Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
+from sonde.probe import Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
 from sonde.records import RunLog
 from sonde.runs.reader import read_run, read_windows
 from sonde.runs.report.write import write_report
 from sonde.runs.run import Run, WindowReading
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.sink import Sink
+from sonde.stats.columns import Metric
 from sonde.stats.intervals import RatioInterval, fieller_interval
 from sonde.version import __version__
 

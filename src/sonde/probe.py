@@ -83,14 +83,6 @@ class ProbeConfig(Protocol):
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A metric's unit and meaning, for axes and legends. `{unit}` stands for the name of the probe's unit."""
-
-    unit: str
-    meaning: str
-
-
-@dataclass(frozen=True)
 class ReportSection:
     """A section of the report that draws metrics of a probe as curves.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import operator
 from collections.abc import Mapping
@@ -12,12 +13,14 @@ from typing import Any
 SCHEMA = 4
 """Raised when the records change. A log of another schema is refused."""
 
-SETUP_KINDS: dict[str, type] = {
+SETTINGS: dict[str, type] = {
     **dict.fromkeys(("ranks", "parameters", "batch_norms", "log_every"), int),
     "level": float,
     **dict.fromkeys(("groups", "further_units", "optimizer_settings"), list),
+    **dict.fromkeys(("wrapper", "device", "tap", "metric", "budget", "allowance", "every", "evaluation"), object),
+    **dict.fromkeys(("optimizer", "optimizer_kind", "trainer", "sync_batch_norms", "fixed_weights"), object),
 }
-"""What a report computes with in a probe's set-up. It shows the rest as it is."""
+"""What a report has words for in a probe's set-up, and of which kind it must be. It shows the rest as it is."""
 
 _PYTHON_KINDS: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), list: (list, tuple)}
 
@@ -47,15 +50,19 @@ def check_setup(setup: Mapping[str, object]) -> None:
         setup: what a probe found, for people.
 
     Raises:
-        ValueError: for a name in `SETUP_KINDS` with a value of another kind; None is of every kind.
+        ValueError: for a name in `SETTINGS` with a value of another kind; None is of every kind.
     """
-    for name, kind in SETUP_KINDS.items():
+    for name, kind in SETTINGS.items():
         value = setup.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, _PYTHON_KINDS[kind])):
+        if kind in _PYTHON_KINDS and not (value is None or _is_of(_PYTHON_KINDS[kind], value)):
             raise ValueError(
                 f"{name!r} in a set-up must be of the kind {kind.__name__}, which reports compute with, got "
                 f"{value!r:.60}: give it another name"
             )
+
+
+def _is_of(kinds: tuple[type, ...], value: object) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def whole_number(what: str, value: object, remedy: str = "") -> int:
@@ -133,6 +140,17 @@ def _out_of_tensor(value: Any) -> object:
 def known(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """The metrics whose numbers are known."""
     return {name: value for name, value in metrics.items() if value is not None}
+
+
+def as_json(value: Any) -> Any:
+    """A value as records hold it: a dataclass by the names of its fields, a number that is not finite as None."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {name: as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    return json_number(value) if isinstance(value, float) else value
 
 
 def json_number(value: float | None) -> float | None:

@@ -41,9 +41,10 @@ import torch
 
 from sonde.log.sinks import BRANCH_FOLDER, JsonlSink
 from sonde.log.trackers import sinks_for
-from sonde.probe import Metric, Probe, ReportSection, RolloutProbe
+from sonde.probe import Probe, ReportSection, RolloutProbe
 from sonde.record_values import SCHEMA, check_setup, metric_values, step_number, whole_number
 from sonde.sink import RecordWriter
+from sonde.stats.columns import Columns
 from sonde.version import __version__
 
 logger = logging.getLogger("sonde")
@@ -123,7 +124,7 @@ class RunLog(RecordWriter):
         *,
         unit: str,
         setup: Mapping[str, object],
-        metrics: Mapping[str, Metric],
+        metrics: Columns,
         sections: Sequence[ReportSection] = (),
     ) -> None:
         """A probe begins to write: the first begins the log with its header, each further one adds a record.
@@ -131,7 +132,7 @@ class RunLog(RecordWriter):
         Args:
             writes: the kind of record that the probe writes.
             unit: plural name of one independent sample.
-            setup: what was found, for people; names in `record_values.SETUP_KINDS` have values of these kinds, or None.
+            setup: what was found, for people; names in `record_values.SETTINGS` have values of these kinds, or None.
             metrics: the probe's metrics, by name.
             sections: further sections of the report.
 
@@ -165,7 +166,7 @@ class RunLog(RecordWriter):
         writes: Writes,
         unit: str,
         setup: Mapping[str, object],
-        metrics: Mapping[str, Metric],
+        metrics: Columns,
         sections: Sequence[ReportSection],
         *,
         raises: bool,
@@ -221,7 +222,7 @@ class RunLog(RecordWriter):
             self._check_metrics("metrics", metrics)
             name = type(probe).__name__
             section = getattr(probe, "SECTION", None) or ReportSection(name, "", tuple(metrics))
-            declared: Mapping[str, Metric] = getattr(probe, "METRICS", {})
+            declared: Columns = getattr(probe, "METRICS", {})
             setup, raises = {"probe": name}, not self._has_begun
             self._describe("metrics", "steps", setup, declared, [section], raises=raises)
             self._metrics |= dict.fromkeys(metrics, "metrics")

@@ -95,8 +95,8 @@ MISTAKES = {
     "norm_and_clip": ("gradient_norm.scaling:_coefficient_at_hand", "else product", "else 0.999 * product"),
     "log": (
         "runs.reader:Contents._add_reading",
-        "False, **record}",
-        'False, **record, "metrics": {name: value and 1.01 * value for name, value in record["metrics"].items()}}',
+        "reading = filled(",
+        'record["metrics"] = {n: v and 1.01 * v for n, v in record["metrics"].items()}; reading = filled(',
     ),
 }
 

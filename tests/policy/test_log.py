@@ -66,7 +66,7 @@ def test_what_was_measured_is_what_is_read(tmp_path: Path) -> None:
     assert (run.name, run.header.unit, run.ended) == ("r", "prompts", "training ended")
     first, second = run.policy
     assert (first.window, first.metrics["reward"], first.point.delta) == (6, 0.5, -0.02)
-    assert [(s.prompt, s.parts["drift"]) for s in first.shares] == [("1+1=", -0.005), ("prompt 2", None)]
+    assert [(s.prompt, s.drift) for s in first.shares] == [("1+1=", -0.005), ("prompt 2", None)]
     assert first.causes is not None
     assert [(c.prompt, c.change) for c in first.causes.prompts] == [("7+7=", -0.01)]
     assert second.metrics == {"gns_prompts/b_simple": 3.0, "reward": None}

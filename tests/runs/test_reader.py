@@ -46,7 +46,11 @@ def test_a_series_skips_what_is_not_known(tmp_path: Path) -> None:
     assert values == [reading_record(i, 30)["metrics"]["gns/b_simple"] for i in range(10, 30)]
     assert run.series("no/such/metric") == ([], [])
     bound = run.readings[5]
-    assert (bound.metrics["gns/b_simple_high"], bound.high, bound.groups["embed"].high) == (None, math.inf, math.inf)
+    assert (bound.metrics["gns/b_simple_high"], bound.now.high, bound.groups["embed"].high) == (
+        None,
+        math.inf,
+        math.inf,
+    )
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
@@ -77,7 +81,7 @@ def test_damage_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> None:
     [
         ({"time": 1.0}, "line 2 .* is not a record of schema 4: it lacks 'kind'"),
         ({"kind": "reading", "window": 1}, "line 2 .*: it lacks 'time'. Was it written by another"),
-        (reading_record(0, 1, status="superb"), "line 2 .*: the status 'superb', which is none of resolved"),
+        (reading_record(0, 1, status="superb"), "line 2 .*: 'superb' where one of resolved"),
         (reading_record(0, 1) | {"groups": [1]}, r"line 2 .*: \[1\] where an object is expected"),
         (reading_record(0, 1) | {"pieces": {"per_window": "8"}}, "line 2 .*: '8' where a count is .* the pieces of a"),
         (header_record(unit="tokens"), "measured in 'sequences' and in 'tokens', expected one unit"),
@@ -107,7 +111,7 @@ SETUP = header_record()["setup"]
         ({"setup": SETUP | {"ranks": "two"}}, "'two' where a count is expected, for 'ranks' in its set-up"),
         ({"setup": SETUP | {"groups": 5}}, "5 where an array is expected, for 'groups' in its set-up"),
         ({"setup": SETUP | {"level": "high"}}, "'high' where a finite number or null is expected, for 'level'"),
-        ({"metrics": {"mine": {"meaning": "m"}}}, "None where a text is expected, for the unit of the metric 'mine'"),
+        ({"metrics": {"mine": {"meaning": "m"}}}, "it lacks 'unit'"),
         ({"metrics": {"mine": 3}}, "3 where an object is expected"),
     ],
 )

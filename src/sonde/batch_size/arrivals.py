@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sonde.batch_size.log import MAX_NORM, NORM, UPDATE_NORM, KnownOfWindow, MeasuredWindow, NoiseScaleLog
+from sonde.batch_size.log import KnownOfWindow, MeasuredWindow, NoiseScaleLog
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch
 from sonde.batch_size.pace import Pace, WindowCosts
 from sonde.batch_size.setup import describe_window
+from sonde.batch_size.stats.columns import MAX_NORM, NORM, UPDATE_NORM
 from sonde.batch_size.stats.norm_watch import NormWatch, OwnNorm
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, RoundingTolerance, WindowRow

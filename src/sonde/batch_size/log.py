@@ -7,60 +7,32 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from sonde.batch_size.pace import Cost, WindowCosts
+from sonde.batch_size.stats.columns import (
+    METRICS,
+    NOISE_SCALE,
+    NORM,
+    OF_EACH_METRIC,
+    OF_INTERVAL,
+    OF_WINDOW,
+    OF_WINDOWS,
+    further_columns,
+    in_metric,
+)
 from sonde.batch_size.stats.norm_watch import OwnNorm
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, WindowRow
-from sonde.probe import Metric, ReportSection
-from sonde.record_values import json_number, spacing
+from sonde.probe import ReportSection
+from sonde.record_values import as_json, json_number, spacing
 from sonde.records import METRIC_NAME, RunLog, logger
+from sonde.stats.columns import taken
 from sonde.wording import percent
-
-METRICS: dict[str, Metric] = {
-    "gns/b_simple": Metric("{unit}", "level of the noise scale now"),
-    "gns/b_simple_low": Metric("{unit}", "lower end of the noise scale's 95 % interval; 0 for an upper bound"),
-    "gns/b_simple_high": Metric("{unit}", "upper end of the noise scale's 95 % interval; null without one"),
-    "gns/scatter": Metric("ratio", "standard deviation of log(tr Σ/|G|²) of single windows about the level, at most"),
-    "gns/b_simple_average": Metric("{unit}", "noise scale of the run so far, each step weighted by its progress"),
-    "gns/b_simple_average_low": Metric("{unit}", "lower end of that average's 95 % interval"),
-    "gns/b_simple_average_high": Metric("{unit}", "upper end of that average's 95 % interval; null without one"),
-    "gns/first_step": Metric("step", "first step of that average; other parameters were trained before"),
-    "gns/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped, over about half the run"),
-    "gns/trace_cov": Metric("gradient² · {unit}", "variance of one unit's gradient, tr Σ, over about half the run"),
-    "gns/consistency": Metric("ratio", "tr Σ within ranks over tr Σ between ranks; about 1 when data are sound"),
-    "gns/effective_units": Metric("{unit}", "effective number of units in a window (Kish)"),
-    "gns/u": Metric("1/{unit}", "mean of one over a piece's units, weighted as the pieces are; gns_mu is tr Σ·u/|G|²"),
-    "gns/units_per_window": Metric("{unit}", "units in a window: the batch size"),
-    "gns/windows_needed": Metric("windows", "measured windows still needed for ± 20 %; null when not known"),
-    "gns/warms_up": Metric("0 or 1", "1 while the learning rate has only risen and still rises: no batch is judged"),
-    "gns/scale": Metric("ratio", "κ: the optimizer's gradient over the sum of the pieces' gradients"),
-    "gns/scale_residual": Metric("ratio", "part of the optimizer's gradient that κ does not explain"),
-    "gns/covered": Metric("fraction", "part of |F|² of the parameters that the noise scale speaks of; 1 for all"),
-    "grad/norm": Metric(
-        "gradient", "norm of the rank-averaged gradient before clipping or any later scaling, mean over the interval"
-    ),
-    "grad/clip_fraction": Metric("fraction", "share of the windows that were clipped"),
-    "grad/max_norm": Metric("gradient", "norm above which a clip scales the gradient down, mean over the interval"),
-    "update/norm": Metric("parameter", "norm of what a step changes in the parameters, mean over the interval"),
-    "cost/seconds_per_window": Metric("seconds", "host time that the probe costs, per window of training"),
-    "cost/fraction": Metric("fraction", "that host time over the time between windows"),
-    "cost/share": Metric("fraction", "part of the run's time that measuring takes now, over the last measured windows"),
-    "cost/share_error": Metric("fraction", "standard error of cost/share"),
-    "cost/every": Metric("windows", "windows of training for each measured one now"),
-    "run/units_seen": Metric("{unit}", "units consumed since the start"),
-    "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
-}
-
-_IN_EACH_METRIC = [name for name in METRICS if name.startswith(("gns/b_simple", "gns/grad_sq", "gns/trace_cov"))]
-"""What is logged in every metric that gradients are measured in."""
-NORM, CLIP_FRACTION, MAX_NORM, UPDATE_NORM = "grad/norm", "grad/clip_fraction", "grad/max_norm", "update/norm"
-"""Metrics that reach the log as scalars of a window, and are averaged as the user's own."""
 
 _PATIENCE = 10
 _ALARM_AFTER = dict.fromkeys(("no_second_moment", "no_gradient", "step_alone"), math.inf)
@@ -135,6 +107,17 @@ class _Interval:
     scalars: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     alerts: dict[str, str] = field(default_factory=dict)
 
+    def numbers(self, now: float, units_seen: float, cost: Cost) -> dict[str, object]:
+        """What columns take from it, at the time of a reading."""
+        elapsed = now - self.start
+        return {
+            "cost": cost,
+            "seconds_per_window": self.seconds / self.windows,
+            "fraction": self.seconds / elapsed if elapsed > 0 else None,
+            "units_seen": units_seen,
+            "units_per_second": self.units / elapsed if elapsed > 0 else None,
+        }
+
 
 class NoiseScaleLog:
     """Writes a noise-scale probe's records to the log of its run; keeps the last of each alert on every rank.
@@ -171,7 +154,7 @@ class NoiseScaleLog:
             "reading",
             unit=tracker.unit,
             setup=setup,
-            metrics=METRICS | _further(tracker.further_units, tracker.unit, further),
+            metrics={**METRICS, **further_columns(tracker.further_units, tracker.unit, further)},
             sections=_sections(further),
         )
 
@@ -266,23 +249,11 @@ class NoiseScaleLog:
         reading = self._tracker.reading(with_groups=with_groups)
         cost = self._cost()
         self._alert_if_wrong(reading, cost)
-        elapsed = now - interval.start
-        metrics = reading.metrics() | {
-            NORM: None,
-            CLIP_FRACTION: None,
-            MAX_NORM: None,
-            UPDATE_NORM: None,
-            "cost/seconds_per_window": interval.seconds / interval.windows,
-            "cost/fraction": interval.seconds / elapsed if elapsed > 0 else None,
-            "cost/share": cost.share,
-            "cost/share_error": cost.error,
-            "cost/every": cost.every,
-            "run/units_seen": self._units_seen,
-            "run/units_per_second": interval.units / elapsed if elapsed > 0 else None,
-        }
-        for name, tracker in self._further.items():
-            of_metric = tracker.reading(with_groups=False).metrics()
-            metrics |= {_in_metric(key, name): of_metric[key] for key in _IN_EACH_METRIC}
+        since = interval.numbers(now, self._units_seen, cost)
+        metrics = reading.metrics() | dict.fromkeys(OF_WINDOWS) | taken(OF_INTERVAL, since)
+        for metric, tracker in self._further.items():
+            of_metric = taken(OF_EACH_METRIC, tracker.reading(with_groups=False))
+            metrics |= {in_metric(name, metric): value for name, value in of_metric.items()}
         metrics |= {name: json_number(sum(values) / len(values)) for name, values in interval.scalars.items()}
         self._write(
             "reading",
@@ -291,7 +262,7 @@ class NoiseScaleLog:
             reason=reading.reason,
             advice=reading.advice,
             metrics=metrics,
-            **({"groups": _groups_record(reading)} if with_groups else {}),
+            **({"groups": as_json(reading.groups)} if with_groups else {}),
             **({"optimizer_changed": True} if reading.optimizer != self._optimizer else {}),
             dropped=dict(reading.dropped),
             alerts=interval.alerts,
@@ -330,21 +301,21 @@ class NoiseScaleLog:
         """Write a reading of the windows since the last one, with its groups, and end this probe's part of the log."""
         self.reading(time.time(), is_last=True)
         if self._lacks_groups and self._log.is_first_rank:
-            self._write("details", window=self._window, groups=_groups_record(self._tracker.reading()))
+            self._write("details", window=self._window, groups=as_json(self._tracker.reading().groups))
         self._log.leave("reading", reason, window=self._window)
 
     def _window_record(self, window: MeasuredWindow, solved: SolvedWindow) -> dict[str, object]:
         """A window on its own, from which readings can be made again."""
         metrics = {
-            **_of_window("gns", solved),
+            **_of_window("", solved),
             "gns/effective_units": json_number(solved.effective_units),
             "gns/learning_rate": json_number(window.known.rate),
             "cost/every": window.known.every,
         }
         for name, tracker in self._further.items():
-            metrics |= _of_window(f"gns/{name}", tracker.last)
+            metrics |= _of_window(name, tracker.last)
         groups = {
-            name: {"trace_cov": json_number(group.trace_cov), "grad_sq": json_number(group.grad_sq)}
+            name: {key: json_number(getattr(group, key)) for key in ("trace_cov", "grad_sq")}
             for name, group in zip(self._tracker.groups, solved.per_group if self._has_groups else (), strict=False)
         }
         return {"window": window.known.number, "time": window.known.time, "metrics": metrics, "groups": groups}
@@ -406,43 +377,17 @@ class Scalars:
         return {name: total / n[name] for name, total in sums.items()}
 
 
-def _of_window(below: str, solved: SolvedWindow | None) -> dict[str, float | None]:
+def _of_window(metric: str, solved: SolvedWindow | None) -> dict[str, float | None]:
     """tr Σ and |G|² of one window; None where it was dropped."""
-    total = None if solved is None else solved.total
-    return {
-        f"{below}/trace_cov": None if total is None else json_number(total.trace_cov),
-        f"{below}/grad_sq": None if total is None else json_number(total.grad_sq),
-    }
-
-
-def _in_metric(key: str, metric: str) -> str:
-    """The name of a metric of the log in another metric of the gradients: gns/sign/b_simple."""
-    return key.replace("gns/", f"gns/{metric}/")
-
-
-def _further(units: Iterable[str], first: str, metrics: Iterable[str]) -> dict[str, Metric]:
-    """The metrics that say the noise scale again in further units, and in other metrics of the gradients."""
-    further: dict[str, Metric] = {}
-    for unit in units:
-        for key in ("gns/b_simple", "gns/b_simple_low", "gns/b_simple_high"):
-            further[f"{key}_{unit}"] = Metric(unit, f"{key} at the average {unit} of one of the {first}")
-        further[f"gns/units_per_window_{unit}"] = Metric(unit, f"{unit} in a window")
-    for name in metrics:
-        for key in _IN_EACH_METRIC:
-            unit = METRICS[key].unit.replace("gradient²", "norm²")
-            further[_in_metric(key, name)] = Metric(unit, f"{METRICS[key].meaning}, metric {name!r}")
-    return further
+    numbers = taken(OF_WINDOW, None if solved is None else solved.total)
+    return {in_metric(name, metric): value for name, value in numbers.items()}
 
 
 def _sections(names: Iterable[str]) -> tuple[ReportSection, ...]:
     """The report's section with the noise scale in each further metric; none without them."""
-    curves = tuple(f"gns/{name}/b_simple" for name in names)
+    curves = tuple(in_metric(NOISE_SCALE, name) for name in names)
     text = (
         "The noise scale of the same gradients in other metrics, now, as above. The "
         "verdict speaks of the first metric alone."
     )
     return (ReportSection("Noise scale in other metrics", text, curves),) if curves else ()
-
-
-def _groups_record(reading: NoiseScaleReading) -> dict[str, object]:
-    return {name: asdict(group) | {"high": json_number(group.high)} for name, group in reading.groups.items()}

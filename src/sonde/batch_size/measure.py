@@ -31,7 +31,7 @@ from sonde.parallel.refused_models import refuse_stage_alone
 from sonde.parallel.wrappers import find_wrapper
 from sonde.record_values import whole_number
 from sonde.records import RunLog
-from sonde.wording import duration, number, plural
+from sonde.wording import duration, in_units, number, plural
 
 LossOf = Callable[[Any, Any], Tensor]
 """Makes the mean loss of a batch, 0-dim with a graph, of the model and the batch."""
@@ -79,12 +79,8 @@ class Measurement:
     def __str__(self) -> str:
         known, unit = self.reading, self.reading.unit
         text = f"B_simple not known ({known.reason})"
-        if known.status == "resolved":
-            text = f"B_simple {number(known.b_simple)} {unit} [{number(known.low)} – {number(known.high)}]"
-        elif known.status == "lower_bound":
-            text = f"B_simple > {number(known.low)} {unit}"
-        elif known.status == "upper_bound":
-            text = f"B_simple < {number(known.high)} {unit}"
+        if known.status != "unresolved":
+            text = f"B_simple {in_units(known.b_simple, known.low, known.high, unit)}"
         if self.precision is not None:
             text += f", ± {100 * self.precision:.3g} %"
         return f"{text}, from {number(self.n_units)} {unit} in {duration(self.seconds)}{self._ending()}"

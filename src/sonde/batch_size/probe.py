@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from sonde.batch_size.arrivals import Arrivals, Delivery, MetricTrackers
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
 from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
-from sonde.batch_size.log import METRICS as LOG_METRICS
 from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
@@ -36,6 +35,7 @@ from sonde.batch_size.setup import (
     describe_context_axis,
 )
 from sonde.batch_size.stats.averages import FixedWeights
+from sonde.batch_size.stats.columns import METRICS
 from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
@@ -53,9 +53,9 @@ from sonde.log.sinks import BRANCH_LOSS
 from sonde.parallel.placements import is_partial, local_tensor
 from sonde.parallel.process_groups import holds_on_all, n_summed
 from sonde.parallel.unwrap import Optimizers
-from sonde.probe import Metric
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
+from sonde.stats.columns import Columns
 from sonde.stats.intervals import LEVEL
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
 
@@ -107,7 +107,7 @@ class NoiseScaleProbe:
         McCandlish et al. 2018, arXiv:1812.06162.
     """
 
-    METRICS: ClassVar[Mapping[str, Metric]] = LOG_METRICS
+    METRICS: ClassVar[Columns] = METRICS
 
     def __init__(
         self,

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.arrivals import RATE, Delivery
-from sonde.batch_size.log import CLIP_FRACTION, MAX_NORM, NORM, KnownOfWindow, Scalars
+from sonde.batch_size.log import KnownOfWindow, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import ModelWatch
 from sonde.batch_size.pace import Pace, WindowCosts
 from sonde.batch_size.pieces import LoopPieces
+from sonde.batch_size.stats.columns import CLIP_FRACTION, MAX_NORM, NORM
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.tap import Tap

@@ -110,17 +110,6 @@ class CoefficientToHold:
             return None
         return self.value + nats / self.change_per_unit
 
-    def metrics(self) -> dict[str, float | None]:
-        """The numbers by metric name; ends of the interval that are infinite are None."""
-        ends = (end if end is not None and math.isfinite(end) else None for end in (self.low, self.high))
-        names = ("coefficient_to_hold_low", "coefficient_to_hold_high")
-        return {
-            "entropy/coefficient_to_hold": self.value,
-            **{f"entropy/{name}": end for name, end in zip(names, ends, strict=True)},
-            "entropy/coefficient_now": self.present,
-            "entropy/change_per_coefficient": self.change_per_unit,
-        }
-
     def __str__(self) -> str:
         match self.status:
             case "resolved":

@@ -30,7 +30,7 @@ from sonde.policy.entropy_checks import (
     trainable,
 )
 from sonde.policy.entropy_measurement import Beside, Cost, EntropyMeasurement
-from sonde.policy.entropy_options import METRICS, EntropyChangeOptions
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.loss_gradients import Loss, LossGradients, check_losses
 from sonde.policy.mean_gradients import along_mean_gradients
 from sonde.policy.policy_step import STEP_NOT_FINITE, STEP_ROUNDED_AWAY, PolicyStep
@@ -44,10 +44,12 @@ from sonde.policy.scoring.training_state import (
     seed_everything,
     set_evaluation_mode,
 )
+from sonde.policy.stats.columns import OF_FORECAST, OF_TRAINER
 from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
 from sonde.policy.stats.importance import FiniteStep
-from sonde.probe import Metric, Partners
+from sonde.probe import Partners
+from sonde.stats.columns import Columns
 
 Sampler = Callable[[nn.Module], Rollouts]
 """Samples responses of a model, to the same prompts in each call, with the global random numbers of torch, numpy or
@@ -108,7 +110,7 @@ class EntropyChangeProbe:
         docs/entropy-change.md.
     """
 
-    METRICS: ClassVar[Mapping[str, Metric]] = METRICS
+    METRICS: ClassVar[Columns] = {**OF_FORECAST, **OF_TRAINER}
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ from sonde.policy.stats.entropy_forecast import (
     AfterStep,
     EntropyForecast,
     FirstOrder,
-    Result,
     before_update,
     entropy_forecast,
 )
@@ -60,7 +59,7 @@ class Beside(Protocol):
             why_not: why the optimizer's step cannot be forecast; empty if it can.
         """
 
-    def ends(self, measurement: EntropyMeasurement, now: Scored, step: FiniteStep, why_another: str) -> Result:
+    def ends(self, measurement: EntropyMeasurement, now: Scored, step: FiniteStep, why_another: str) -> Any:
         """Parameters hold θ⁺.
 
         Args:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
-from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.policy_entropy import PolicyEntropyProbe
-from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.stats.attribution import Cause, Causes, Share
+from sonde.policy.stats.columns import METRICS
 from sonde.policy.stats.entropy_comparison import EntropyComparison, EntropyDifference
 from sonde.policy.stats.entropy_forecast import EntropyForecast
-from sonde.policy.stats.forecast_point import Per, Point, forecast_point
+from sonde.policy.stats.forecast_point import ComparedLoss, Per, Point, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.policy.stats.policy_entropy import PolicyEntropy
-from sonde.record_values import json_number, metric_values, step_number
+from sonde.record_values import as_json, metric_values, step_number
 from sonde.records import LogOrPlaces, log_of, logger
 
-METRICS = {**EntropyChangeProbe.METRICS, **PolicyEntropyProbe.METRICS, **PromptNoiseProbe.METRICS}
+P = TypeVar("P", Share, Cause)
 
 _PROMPTS_AT_MOST = 64
 """Prompts in a record, those with the largest parts first."""
@@ -100,9 +99,9 @@ class PolicyLog:
             metrics=metrics,
             reason="" if forecast is None else forecast.reason,
             per=self._per,
-            shares=[] if forecast is None else _largest(forecast.shares, texts or {}),
-            causes=None if forecast is None or forecast.causes is None else _causes(forecast.causes, texts or {}),
-            positions=[list(dataclasses.astuple(at)) for at in positions],
+            shares=[] if forecast is None else as_json(_largest(forecast.shares, texts or {})),
+            causes=as_json(forecast and forecast.causes and _causes(forecast.causes, texts or {})),
+            positions=as_json(positions),
             alerts=alerts,
         )
         self.alerts |= self._log.alerts  # of a sink that has failed
@@ -126,7 +125,7 @@ class PolicyLog:
             window=step,
             baseline=_shortened(comparison.baseline),
             per="response" if per == {"sequence"} else "token",
-            options=_options(comparison),
+            options=as_json(_options(comparison)),
         )
 
     def alert(self, name: str, message: str, *, details: str = "") -> None:
@@ -154,45 +153,30 @@ class PolicyLog:
             self._log.leave("policy", reason, window=self._step)
 
 
-def _largest(parts: Sequence[Share | Cause], texts: Mapping[int, str]) -> list[dict[str, object]]:
-    """The prompts with the largest parts; the prompt that lowers entropy most comes first."""
+def _largest(parts: Sequence[P], texts: Mapping[Any, str]) -> list[P]:
+    """The prompts with the largest parts, by their texts; the prompt that lowers entropy most comes first."""
+
+    def named(part: P) -> P:
+        return dataclasses.replace(part, prompt=_shortened(texts.get(part.prompt, f"prompt {part.prompt}")))
+
     largest = sorted(parts, key=lambda part: -abs(part.change))[:_PROMPTS_AT_MOST]
-    return [
-        {name: json_number(value) for name, value in vars(part).items()} | {"prompt": _text(part.prompt, texts)}
-        for part in sorted(largest, key=lambda part: part.change)
-    ]
+    return sorted(map(named, largest), key=lambda part: part.change)
 
 
-def _options(comparison: EntropyComparison) -> list[dict[str, object]]:
+def _options(comparison: EntropyComparison) -> list[ComparedLoss]:
     unknown = EntropyDifference(None, None, None, None, "")  # the baseline has none
-    options: list[dict[str, object]] = []
+    options = []
     for name, forecast in comparison.forecasts.items():
         found = comparison.differences.get(name, unknown)
-        options.append(
-            {
-                "name": _shortened(name),
-                "change": json_number(forecast.delta),
-                "change_se": json_number(forecast.se),
-                "difference": json_number(found.difference),
-                "low": json_number(found.low),
-                "high": json_number(found.high),
-                "words": comparison.in_words(name),
-                "is_valid": forecast.is_valid if name == comparison.baseline else found.is_valid,
-            }
-        )
+        is_valid = forecast.is_valid if name == comparison.baseline else found.is_valid
+        numbers = (forecast.delta, forecast.se, found.difference, found.low, found.high)
+        options.append(ComparedLoss(_shortened(name), *numbers, comparison.in_words(name), is_valid))
     return options
 
 
-def _causes(causes: Causes, texts: Mapping[int, str]) -> dict[str, object]:
-    whole = ("momentum", "batch", "decay", "explained", "cosine")
-    return {name: json_number(getattr(causes, name)) for name in whole} | {
-        "terms": {_shortened(name): json_number(value) for name, value in causes.terms.items()},
-        "prompts": _largest(causes.prompts, texts),
-    }
-
-
-def _text(prompt: int, texts: Mapping[int, str]) -> str:
-    return _shortened(texts.get(prompt, f"prompt {prompt}"))
+def _causes(causes: Causes, texts: Mapping[int, str]) -> Causes:
+    terms = {_shortened(name): value for name, value in causes.terms.items()}
+    return dataclasses.replace(causes, prompts=tuple(_largest(causes.prompts, texts)), terms=terms)
 
 
 def _shortened(text: str) -> str:

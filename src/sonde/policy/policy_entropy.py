@@ -21,9 +21,11 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable
 from sonde.policy.scoring.training_state import preserve_training_state
-from sonde.policy.stats.policy_entropy import QUANTILES, PolicyEntropy, policy_entropy
-from sonde.probe import Metric, Partners
+from sonde.policy.stats.columns import OF_ENTROPY
+from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
+from sonde.probe import Partners
 from sonde.record_values import whole_number
+from sonde.stats.columns import Columns, taken
 
 
 class PolicyEntropyProbe:
@@ -42,26 +44,7 @@ class PolicyEntropyProbe:
         ValueError: for an argument outside its range.
     """
 
-    METRICS: ClassVar[Mapping[str, Metric]] = {
-        "entropy/update_token_weighted": Metric("nats a token", "entropy of responses, each token weighing the same"),
-        "entropy/update_token_weighted_se": Metric("nats a token", "standard error of this entropy, over prompts"),
-        "entropy/update_token_weighted_surprise_sd": Metric("nats", "scatter of −log π around it; almost 0 if uniform"),
-        "entropy/update_sequence_weighted": Metric("nats a token", "entropy of responses, each weighing the same"),
-        "entropy/update_response_sd": Metric("nats a token", "scatter of a response's mean entropy, over responses"),
-        **{
-            f"entropy/update_response_q{q:02}": Metric("nats a token", f"mean entropy of a response: {q} % have less")
-            for q in QUANTILES
-        },
-        "entropy/update_sequence_sum": Metric("nats a response", "entropy of a whole response"),
-        "entropy/update_advantage_correlation": Metric("ratio", "correlation of a response's entropy and advantage"),
-        "entropy/update_advantage_correlation_low": Metric("ratio", "lower end of that correlation's 95 % interval"),
-        "entropy/update_advantage_correlation_high": Metric("ratio", "upper end of that correlation's 95 % interval"),
-        "entropy/update_cov_log_prob_advantage": Metric("nats · advantage", "Cov(log π, A) over sampled tokens"),
-        "length/update_mean": Metric("tokens", "mean length of a response"),
-        "length/update_sd": Metric("tokens", "standard deviation of the length over responses"),
-        "length/update_longest": Metric("tokens", "length of the longest response"),
-        "length/update_at_limit": Metric("fraction", "share of responses that are as long as the mask is wide"),
-    }
+    METRICS: ClassVar[Columns] = OF_ENTROPY
 
     def __init__(
         self,
@@ -109,26 +92,7 @@ class PolicyEntropyProbe:
 
     def metrics(self) -> Mapping[str, float | None]:
         """The latest measurement by metric name; empty before the first measurement."""
-        if (latest := self._latest) is None:
-            return {}
-        correlation = latest.advantage_correlation
-        return {
-            "entropy/update_token_weighted": latest.token_weighted,
-            "entropy/update_token_weighted_se": latest.token_weighted_se,
-            "entropy/update_token_weighted_surprise_sd": latest.surprise_sd,
-            "entropy/update_sequence_weighted": latest.sequence_weighted,
-            "entropy/update_response_sd": latest.response_sd,
-            **{f"entropy/update_response_q{q:02}": value for q, value in latest.response_quantiles.items()},
-            "entropy/update_sequence_sum": latest.sequence_sum,
-            "entropy/update_advantage_correlation": correlation.r if correlation else None,
-            "entropy/update_advantage_correlation_low": correlation.low if correlation else None,
-            "entropy/update_advantage_correlation_high": correlation.high if correlation else None,
-            "entropy/update_cov_log_prob_advantage": latest.log_prob_advantage,
-            "length/update_mean": latest.mean_length,
-            "length/update_sd": latest.sd_length,
-            "length/update_longest": float(latest.longest),
-            "length/update_at_limit": latest.at_limit,
-        }
+        return {} if self._latest is None else taken(OF_ENTROPY, self._latest)
 
     def close(self) -> None:
         """Does nothing: the probe installs no hooks."""

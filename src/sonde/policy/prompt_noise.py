@@ -25,8 +25,10 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable, checked_scores
 from sonde.policy.scoring.training_state import preserve_training_state
+from sonde.policy.stats.columns import OF_PROMPTS
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
-from sonde.probe import Metric, Partners
+from sonde.probe import Partners
+from sonde.stats.columns import Columns, taken
 from sonde.stats.intervals import Status
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
 from sonde.wording import percent
@@ -115,18 +117,7 @@ class PromptNoiseProbe:
         docs/batch-size.md; McCandlish et al. 2018, arXiv:1812.06162, for the noise scale.
     """
 
-    METRICS: ClassVar[Mapping[str, Metric]] = {
-        "gns_prompts/b_simple": Metric("prompts", "gradient noise scale tr Σ/|G|² in prompts, now"),
-        "gns_prompts/b_simple_low": Metric("prompts", "lower end of the noise scale's 95 % interval"),
-        "gns_prompts/b_simple_high": Metric("prompts", "upper end of the noise scale's 95 % interval, if there is one"),
-        "gns_prompts/grad_sq": Metric("gradient²", "squared norm of the true gradient |G|², unclamped"),
-        "gns_prompts/trace_cov": Metric("gradient² · prompts", "variance of one prompt's gradient, tr Σ"),
-        "gns_prompts/completions_share": Metric("fraction", "part of tr Σ that more completions a prompt would reduce"),
-        "gns_prompts/completions_share_low": Metric("fraction", "lower end of the 95 % interval of this part"),
-        "gns_prompts/completions_share_high": Metric("fraction", "upper end of the 95 % interval of this part"),
-        "gns_prompts/cut_by_twice_completions": Metric("fraction", "part of the noise that twice the completions cut"),
-        "gns_prompts/prompts_per_window": Metric("prompts", "prompts in a window"),
-    }
+    METRICS: ClassVar[Columns] = OF_PROMPTS
 
     def __init__(
         self,
@@ -242,20 +233,7 @@ class PromptNoiseProbe:
     def metrics(self) -> Mapping[str, float | None]:
         """The reading by metric name; empty before the first window."""
         reading = self.reading()
-        if not reading.windows:
-            return {}
-        return {
-            "gns_prompts/b_simple": reading.b_simple,
-            "gns_prompts/b_simple_low": reading.low,
-            "gns_prompts/b_simple_high": None if reading.high == math.inf else reading.high,
-            "gns_prompts/grad_sq": reading.grad_sq,
-            "gns_prompts/trace_cov": reading.trace_cov,
-            "gns_prompts/completions_share": reading.completions_share,
-            "gns_prompts/completions_share_low": reading.completions_share_low,
-            "gns_prompts/completions_share_high": reading.completions_share_high,
-            "gns_prompts/cut_by_twice_completions": reading.cut_by_twice_completions,
-            "gns_prompts/prompts_per_window": float(reading.prompts_per_window),
-        }
+        return taken(OF_PROMPTS, reading) if reading.windows else {}
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far, from which a restart continues: a version and a text.

@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_args
+from typing import Any, NoReturn
 
+from sonde.batch_size.stats.columns import NOISE_SCALE
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LONGEST_LINE, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
-from sonde.policy.stats.token_positions import AtPositions
-from sonde.probe import ReportSection
-from sonde.record_values import SCHEMA, SETUP_KINDS
+from sonde.policy.stats.columns import PROMPT_NOISE
+from sonde.record_values import SCHEMA, SETTINGS
 from sonde.runs.run import (
     Alert,
-    CausesReading,
-    ComparedLoss,
     ComparisonReading,
     Header,
     MetricsReading,
     PolicyReading,
     ProbeSetup,
-    PromptPart,
     Reading,
     Run,
     WindowReading,
 )
-from sonde.stats.intervals import Status
+from sonde.runs.values import count, filled, number, read_as
 from sonde.wording import plural
 
 LARGEST = 1e150
 """Largest size of a number that sonde writes. The square of a larger number overflows."""
-NEVER_NEGATIVE = ("gns/b_simple", "gns_prompts/b_simple")
+NEVER_NEGATIVE = (NOISE_SCALE, PROMPT_NOISE)
 """Beginnings of the names of metrics that are never negative."""
-LARGEST_EXACT = 2**53
-"""Larger whole numbers are not all exact as floats."""
-
 ADVICE = "give a folder that sonde wrote"
 """What to do with a file that is not a run's log."""
-_STATUSES = get_args(Status)
-T = TypeVar("T")
+_KINDS: dict[str, tuple[str, type]] = {
+    "policy": ("policy", PolicyReading),
+    "comparison": ("comparisons", ComparisonReading),
+    "metrics": ("own", MetricsReading),
+    "alert": ("alerts", Alert),
+}
+"""Kinds of record that hold what they are read as, and where a `Run` has them."""
+_OF_KIND: dict[type, Callable[[object], object]] = {int: count, float: number, list: read_as(tuple[Any, ...])}
 
 
 def read_run(path: str | Path) -> Run:
@@ -101,7 +100,7 @@ def read_windows(path: str | Path) -> Iterator[WindowReading]:
                 segment += 1
                 _check_schema(file, record)
             elif record["kind"] == "window":
-                yield _filled(WindowReading, record, segment=segment)
+                yield filled(WindowReading, record, segment=segment)
         except (KeyError, TypeError, OverflowError, AttributeError) as error:
             _refuse(file, lines.number, error)
 
@@ -226,10 +225,7 @@ class Contents:
         self._units: dict[str, str] = {}
         self._headers: list[Header] = []
         self._readings: list[Reading] = []
-        self._policy: list[PolicyReading] = []
-        self._own: list[MetricsReading] = []
-        self._comparisons: list[ComparisonReading] = []
-        self._alerts: list[Alert] = []
+        self._others: dict[str, list[Any]] = {name: [] for name, _ in _KINDS.values()}
         self._ended: str | None = None
         self._n_fresh = 0
         self._declared: set[str] = set()
@@ -244,7 +240,7 @@ class Contents:
             ValueError: for another schema, another unit, or a number that cannot be.
         """
         segment = len(self._headers) - 1
-        match record["kind"]:
+        match kind := record["kind"]:
             case "header":
                 self._add_header(record)
             case "probe":
@@ -255,16 +251,12 @@ class Contents:
             case "details" if self._readings:  # the groups of the last reading, which was written without them
                 last = self._readings[-1]
                 self._readings[-1] = replace(last, groups=_groups(record), groups_window=last.window)
-            case "policy":
-                self._policy.append(_filled(PolicyReading, record, segment=segment))
-                self._check_own_numbers(self._policy[-1].metrics, line)
-            case "comparison":
-                losses = tuple(_filled(ComparedLoss, _mapping(of)) for of in _list(record["options"]))
-                self._comparisons.append(_filled(ComparisonReading, record, segment=segment, losses=losses))
-            case "metrics":
-                self._own.append(_filled(MetricsReading, record, segment=segment))
-            case "alert":
-                self._alerts.append(_filled(Alert, record, segment=segment))
+            case "policy" | "comparison" | "metrics" | "alert":
+                name, of = _KINDS[kind]
+                added: Any = filled(of, record, segment=segment)
+                self._others[name].append(added)
+                if kind == "policy":
+                    self._check_own_numbers(added.metrics, line)
             case "end":
                 self._ended = str(record["reason"])
             case "fresh":
@@ -272,12 +264,14 @@ class Contents:
 
     def _add_header(self, record: Mapping[str, Any]) -> None:
         _check_schema(self.file, record)
-        self._headers.append(_filled(Header, record, probes=(self._probe(record),)))
+        self._headers.append(filled(Header, record, probes=(self._probe(record),)))
         self._ended = None
 
     def _probe(self, record: Mapping[str, Any]) -> ProbeSetup:
-        sections = tuple(_filled(ReportSection, _mapping(each)) for each in _list(record.get("sections", [])))
-        probe = _filled(ProbeSetup, record, setup=_setup(record["setup"]), sections=sections)
+        probe = filled(ProbeSetup, record)
+        for name, kind in SETTINGS.items():
+            if kind in _OF_KIND and probe.setup.get(name) is not None:
+                _check(_OF_KIND[kind], probe.setup[name], f"for {name!r} in its set-up")
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
             raise ValueError(
                 f"{self.file} holds runs measured in {other!r} and in {probe.unit!r}, "
@@ -292,14 +286,13 @@ class Contents:
         groups: Mapping[str, GroupReading] = {}
         groups_window = 0
         if "groups" in record:
-            groups, groups_window = _groups(record), _count(record["window"])
+            groups, groups_window = _groups(record), count(record["window"])
         elif last is not None and last.segment == segment:  # those that this start wrote last
             groups, groups_window = last.groups, last.groups_window
-        record = {"optimizer_changed": False, **record}  # written only where it is true
-        reading = _filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window)
+        reading = filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window)
         self._check_own_numbers(reading.metrics, line)
         if reading.pieces.get("per_window") is not None:
-            _check(_count, reading.pieces["per_window"], "for the pieces of a window")
+            _check(count, reading.pieces["per_window"], "for the pieces of a window")
         self._readings.append(reading)
 
     def _check_own_numbers(self, metrics: Mapping[str, float | None], line: int) -> None:
@@ -343,164 +336,26 @@ class Contents:
         torn = self._lines.all_torn() if is_whole else self._lines.torn
         if not self._headers:
             raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")
+        others = {name: tuple(of) for name, of in self._others.items()}
         return Run(
             self.file,
             tuple(self._headers),
             tuple(self._readings),
-            tuple(self._policy),
-            tuple(self._own),
-            tuple(self._alerts),
-            self._ended,
-            "; ".join(torn) or None,
-            self._lines.last.runs_before,
-            tuple(self._comparisons),
+            ended=self._ended,
+            torn="; ".join(torn) or None,
+            earlier_runs=self._lines.last.runs_before,
+            **others,
         )
 
 
-def _filled(kind: type[T], record: Mapping[str, Any], **given: Any) -> T:
-    """A dataclass from the values of a record by the names of its fields, each read by the type of its field.
-
-    Raises:
-        KeyError: when one is missing.
-        TypeError: when one is of another kind.
-    """
-    of: Any = kind
-    read = {each.name: _BY_TYPE[each.type](record[each.name]) for each in fields(of) if each.name not in given}
-    return kind(**read, **given)
-
-
-def _parts(value: object) -> tuple[PromptPart, ...]:
-    return tuple(_part(_mapping(each)) for each in _list(value))
-
-
-def _part(value: Mapping[str, Any]) -> PromptPart:
-    parts = {name: _number(each) for name, each in value.items() if name not in ("prompt", "change")}
-    return _filled(PromptPart, value, parts=parts)
-
-
-def _at_positions(row: object) -> AtPositions:
-    """A row of 6 numbers, in the order of its fields."""
-    first, last, n_tokens, *quantiles = _list(row)
-    q10, q50, q90 = map(_known, quantiles)
-    return AtPositions(_count(first), _count(last), _count(n_tokens), q10, q50, q90)
-
-
 def _groups(record: Mapping[str, Any]) -> dict[str, GroupReading]:
-    return _each(_group)(record["groups"])
+    groups: dict[str, GroupReading] = read_as(Mapping[str, GroupReading])(record["groups"])
+    unbounded = {name: replace(of, high=math.inf) for name, of in groups.items() if of.status == "lower_bound"}
+    return groups | unbounded
 
 
-def _group(value: object) -> GroupReading:
-    reading = _filled(GroupReading, _mapping(value))
-    return replace(reading, high=math.inf) if reading.status == "lower_bound" else reading
-
-
-# Values of a record. Each raises a TypeError for a value of another kind.
-
-
-def _of(kind: type[T], value: object, expected: str) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r:.40} where {expected} is expected")
-    return value
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return _of(dict, value, "an object")
-
-
-def _list(value: object) -> list[Any]:
-    return _of(list, value, "an array")
-
-
-def _text(value: object) -> str:
-    return _of(str, value, "a text")
-
-
-def _count(value: object) -> int:
-    """A whole number from 0 up that is exact as a float too, as a figure draws it."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_EXACT:
-        raise TypeError(f"{value!r:.40} where a count is expected")
-    return value
-
-
-def _number(value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(f"{value!r:.40} where a finite number or null is expected")
-    return float(value)
-
-
-def _each(read: Callable[[Any], T]) -> Callable[[object], dict[str, T]]:
-    """What reads values by name. Each line brings the same names: interned, they are held once."""
-    return lambda value: {sys.intern(name): read(each) for name, each in _mapping(value).items()}
-
-
-def _known(value: object) -> float:
-    number = _number(value)
-    if number is None:
-        raise TypeError("null where a number is expected")
-    return number
-
-
-def _time(value: object) -> float:
-    """Seconds since 1970, before the year 9999."""
-    seconds = _number(value)
-    if seconds is None or not 0 <= seconds < 250e9:
-        raise TypeError(f"{value!r:.40} where a time is expected")
-    return seconds
-
-
-def _status(status: object) -> Status:
-    if status not in _STATUSES:
-        raise TypeError(f"the status {status!r:.40}, which is none of {', '.join(_STATUSES)}")
-    return cast(Status, status)
-
-
-_OF_KIND: dict[type, Callable[[object], object]] = {int: _count, float: _number, list: _list}
-
-
-def _setup(value: object) -> Mapping[str, Any]:
-    """How a probe measured. A report computes with some of it, and shows the rest as it is."""
-    setup = _mapping(value)
-    for name, kind in SETUP_KINDS.items():
-        if setup.get(name) is not None:
-            _check(_OF_KIND[kind], setup[name], f"for {name!r} in its set-up")
-    return setup
-
-
-def _descriptions(value: object) -> Mapping[str, Mapping[str, str]]:
-    """The unit and the meaning of each metric."""
-    described = _mapping(value)
-    for name, metric in described.items():
-        for key in ("unit", "meaning"):
-            _check(_text, _mapping(metric).get(key), f"for the {key} of the metric {name!r:.60}")
-    return described
-
-
-def _check(of_kind: Callable[[object], object], value: object, what_for: str) -> None:
+def _check(read: Callable[[object], object], value: object, what_for: str) -> None:
     try:
-        of_kind(value)
+        read(value)
     except TypeError as error:
         raise TypeError(f"{error}, {what_for}") from None
-
-
-_BY_TYPE: dict[Any, Callable[[Any], Any]] = {
-    "bool": lambda value: _of(bool, value, "true or false"),
-    "int": _count,
-    "float": _time,
-    "float | None": _number,
-    "str": _text,
-    "Status": _status,
-    "Per": lambda per: "response" if per == "response" else "token",
-    "Mapping[str, Any]": _mapping,
-    "Mapping[str, int]": _each(_count),
-    "Mapping[str, float | None]": _each(_number),
-    "Mapping[str, str]": _each(str),
-    "Mapping[str, Mapping[str, float | None]]": _each(_each(_number)),
-    "Mapping[str, Mapping[str, str]]": _descriptions,
-    "tuple[str, ...]": lambda names: tuple(map(str, _list(names))),
-    "tuple[PromptPart, ...]": _parts,
-    "tuple[AtPositions, ...]": lambda rows: tuple(map(_at_positions, _list(rows))),
-    "CausesReading | None": lambda causes: None if causes is None else _filled(CausesReading, _mapping(causes)),
-}
-"""What reads a value, by the type of the field that takes it. A number that is never unknown is a time."""

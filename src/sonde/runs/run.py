@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from sonde.batch_size.stats.columns import AVERAGE, BATCH, NOISE_SCALE
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.decision.law import as_weighed
-from sonde.policy.stats.attribution import doubt_of_parts
-from sonde.policy.stats.forecast_point import Per, Point, forecast_point
+from sonde.policy.stats.attribution import Causes, Share
+from sonde.policy.stats.columns import PROMPT_NOISE as PROMPT_NOISE
+from sonde.policy.stats.forecast_point import ComparedLoss, Per, Point, forecast_point
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
+from sonde.runs.values import Moment
+from sonde.stats.columns import Description
 from sonde.stats.intervals import RatioInterval, Status, logged_interval
 from sonde.wording import plural
 
@@ -35,8 +38,8 @@ class ProbeSetup:
     writes: str
     unit: str
     setup: Mapping[str, Any]
-    metrics: Mapping[str, Mapping[str, str]]
-    sections: tuple[ReportSection, ...]
+    metrics: Mapping[str, Description]
+    sections: tuple[ReportSection, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Header:
         probes: how each probe of the log measured, at least one, in the order in which they began.
     """
 
-    time: float
+    time: Moment
     run: str
     versions: Mapping[str, str]
     metadata: Mapping[str, Any]
@@ -72,7 +75,7 @@ class Header:
         return self.probes[0].setup
 
     @property
-    def metrics(self) -> dict[str, Mapping[str, str]]:
+    def metrics(self) -> dict[str, Description]:
         """Unit and meaning of each metric that the probes of this start write."""
         return {name: metric for probe in self.probes for name, metric in probe.metrics.items()}
 
@@ -100,7 +103,7 @@ class Reading:
 
     segment: int
     window: int
-    time: float
+    time: Moment
     status: Status
     reason: str
     advice: str
@@ -110,28 +113,22 @@ class Reading:
     dropped: Mapping[str, int]
     alerts: Mapping[str, str]
     pieces: Mapping[str, Any]
-    optimizer_changed: bool
-
-    @property
-    def high(self) -> float | None:
-        """Upper end of the interval of B_simple: infinite for a lower bound, None when unresolved."""
-        return math.inf if self.status == "lower_bound" else self.metrics.get("gns/b_simple_high")
+    optimizer_changed: bool = False
 
     @functools.cached_property
     def now(self) -> RatioInterval:
         """The noise scale now, as far as it is known."""
-        ratio, low = self.metrics.get("gns/b_simple"), self.metrics.get("gns/b_simple_low")
-        return RatioInterval(self.status, low, self.high, self.reason, ratio)
+        return replace(logged_interval(self.metrics, NOISE_SCALE), reason=self.reason)
 
     @property
     def average(self) -> RatioInterval:
         """The noise scale of the run so far, as far as it is known."""
-        return logged_interval(self.metrics, "gns/b_simple_average")
+        return logged_interval(self.metrics, AVERAGE)
 
     @property
     def of_run(self) -> RatioInterval:
         """The noise scale that whole runs are compared by: their average. A checkpoint has no other than now."""
-        return logged_interval(self.metrics, "gns/b_simple") if self.average.status == "unresolved" else self.average
+        return self.now if self.average.status == "unresolved" else self.average
 
 
 @dataclass(frozen=True)
@@ -148,54 +145,9 @@ class WindowReading:
 
     segment: int
     window: int
-    time: float
+    time: Moment
     metrics: Mapping[str, float | None]
     groups: Mapping[str, Mapping[str, float | None]]
-
-
-@dataclass(frozen=True)
-class PromptPart:
-    """One prompt's part of a change of entropy.
-
-    Attributes:
-        prompt: its text, or its number in words.
-        change: in nats; None where it is not known.
-        parts: the change by its source, in nats: "sharpening" and "drift" for an evaluation prompt, "from_rewarded"
-            and "from_penalised" for a prompt that was learned from; None where a part is not known.
-    """
-
-    prompt: str
-    change: float | None
-    parts: Mapping[str, float | None]
-
-
-@dataclass(frozen=True)
-class CausesReading:
-    """Where a step's change of entropy comes from.
-
-    Attributes:
-        momentum: the part of earlier batches, in nats; None where it is not known, as for the next three.
-        batch: the part of this batch, in nats.
-        decay: the part of weight decay, in nats.
-        explained: the sum of the prompts' and the terms' parts over the part of the batch.
-        cosine: cosine similarity of the loss's gradient and that of advantage × log-probability.
-        prompts: the prompts of the batch with their parts.
-        terms: the parts of the batch's from other terms of the loss, by name, in nats.
-    """
-
-    momentum: float | None
-    batch: float | None
-    decay: float | None
-    explained: float | None
-    cosine: float | None
-    prompts: tuple[PromptPart, ...]
-    terms: Mapping[str, float | None]
-
-    @property
-    def doubt(self) -> str:
-        """Why the prompts' parts are not to be trusted; empty if they are."""
-        parts = [*(part.change or 0.0 for part in self.prompts), *(value or 0.0 for value in self.terms.values())]
-        return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
 
 
 @dataclass(frozen=True)
@@ -217,16 +169,16 @@ class PolicyReading:
 
     segment: int
     window: int
-    time: float
+    time: Moment
     metrics: Mapping[str, float | None]
     reason: str
     per: Per
-    shares: tuple[PromptPart, ...]
-    causes: CausesReading | None
+    shares: tuple[Share, ...]
+    causes: Causes | None
     alerts: Mapping[str, str]
     positions: tuple[AtPositions, ...]
 
-    @property
+    @functools.cached_property
     def point(self) -> Point:
         """The forecast beside its truth."""
         return forecast_point(self.window, self.metrics, self.per, self.reason, self.segment)
@@ -250,31 +202,6 @@ class PromptEffect:
 
 
 @dataclass(frozen=True)
-class ComparedLoss:
-    """What one of several losses would do to the entropy; in nats, None where it is not known.
-
-    Attributes:
-        name: of the loss.
-        change: the forecast of the change of entropy.
-        change_se: its standard error.
-        difference: the change minus that of the baseline; None for the baseline.
-        low: lower end of the difference's 95 % interval.
-        high: upper end.
-        words: what this says.
-        is_valid: whether it is to be trusted.
-    """
-
-    name: str
-    change: float | None
-    change_se: float | None
-    difference: float | None
-    low: float | None
-    high: float | None
-    words: str
-    is_valid: bool
-
-
-@dataclass(frozen=True)
 class ComparisonReading:
     """Several losses, compared on the same responses.
 
@@ -284,15 +211,15 @@ class ComparisonReading:
         time: seconds since 1970.
         baseline: the loss that the others are compared with.
         per: the unit of the changes, "token" or "response".
-        losses: the losses, in the order in which they were passed.
+        options: the losses, in the order in which they were passed.
     """
 
     segment: int
     window: int
-    time: float
+    time: Moment
     baseline: str
     per: Per
-    losses: tuple[ComparedLoss, ...]
+    options: tuple[ComparedLoss, ...]
 
 
 @dataclass(frozen=True)
@@ -308,7 +235,7 @@ class MetricsReading:
 
     segment: int
     window: int
-    time: float
+    time: Moment
     metrics: Mapping[str, float | None]
 
 
@@ -371,7 +298,7 @@ class Run:
         return setups[0] if setups else self.header.probes[0]
 
     @property
-    def metrics(self) -> dict[str, Mapping[str, str]]:
+    def metrics(self) -> dict[str, Description]:
         """Unit and meaning of each metric that sonde wrote, of all starts."""
         return {name: metric for header in self.headers for name, metric in header.metrics.items()}
 
@@ -432,10 +359,10 @@ class Run:
             if reading.causes is None or reading.causes.doubt:
                 continue
             for part in reading.causes.prompts:
-                effect = effects.setdefault(part.prompt, PromptEffect())
-                effect.change += part.change or 0.0
-                effect.from_rewarded += part.parts.get("from_rewarded") or 0.0
-                effect.from_penalised += part.parts.get("from_penalised") or 0.0
+                effect = effects.setdefault(str(part.prompt), PromptEffect())
+                effect.change += part.change
+                effect.from_rewarded += part.from_rewarded
+                effect.from_penalised += part.from_penalised
                 effect.n_steps += 1
         return effects
 
@@ -463,13 +390,9 @@ class Run:
         return [window for window, _ in known], [value for _, value in known]
 
 
-PROMPT_NOISE = "gns_prompts/b_simple"
-"""The metric with the noise scale in prompts."""
-
-
 def logged_batch(metrics: Mapping[str, float | None], unit: str) -> tuple[float | None, str]:
     """The batch size as the noise scale counts it, and the name of what it counts; see `as_weighed`."""
-    batch = metrics.get("gns/units_per_window")
+    batch = metrics.get(BATCH)
     return as_weighed(batch, metrics.get("gns/effective_units"), unit) if batch else (None, unit)
 
 

@@ -13,7 +13,7 @@ from sonde.console import tell
 from sonde.evidence.rates import RateRule, factor_at, usual_rule_of
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
-from sonde.probe import Metric, ReportSection
+from sonde.probe import ReportSection
 from sonde.record_values import spacing, whole_number
 from sonde.schedule.scaled_rate import RateAt, ScaledRate
 from sonde.schedule.stats.batch_rule import (
@@ -25,6 +25,7 @@ from sonde.schedule.stats.batch_rule import (
     metrics_of,
     next_batch,
 )
+from sonde.stats.columns import Metric
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
 from sonde.wording import number, plural
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
+from sonde.wording import estimate
+
 Status = Literal["resolved", "lower_bound", "upper_bound", "unresolved"]
 LEVEL = 0.95
 """Confidence level of the intervals in a log."""
@@ -36,6 +38,11 @@ class RatioInterval:
     reason: str = ""
     ratio: float | None = None
     log_error: float | None = None
+
+    @property
+    def in_words(self) -> str:
+        """The estimate with its interval, or the bound that is known."""
+        return estimate(self.status, self.ratio, self.low, self.high)
 
 
 def unresolved(reason: str) -> RatioInterval:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def policy_header(**changes: Any) -> Record:
         "log_every": 5,
         "level": 0.95,
     }
-    metrics = {name: asdict(metric) for name, metric in METRICS.items()}
+    metrics = {name: {"unit": metric.unit, "meaning": metric.meaning} for name, metric in METRICS.items()}
     return header_record(writes="policy", metrics=metrics, run="adding by GRPO", unit="prompts", setup=setup) | changes
 
 

@@ -56,7 +56,7 @@ def test_a_comparison_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert not run.is_empty
     last = run.comparisons[-1]
     assert (last.baseline, last.per) == ("clip 0.2", "token")
-    base, bonus, _, broken = last.losses
+    base, bonus, _, broken = last.options
     assert (base.name, base.change, base.change_se, base.difference, base.words) == (
         "clip 0.2",
         -5e-3,

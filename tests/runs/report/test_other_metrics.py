@@ -21,7 +21,7 @@ def test_every_metric_has_a_curve(tmp_path: Path) -> None:
         train(model, probe, optimizer, windows=40)
         sign = probe.reading("sign")
     text = visible_text(write_report(tmp_path))
-    section = text.split("Noise scale in other metrics")[1]
+    section = text.split("The noise scale of the same gradients in other metrics")[1]
     for name in ("sign", "euclidean"):
         assert f"noise scale now, metric '{name}'" in section
     assert "gns/adam/b_simple" not in text

@@ -12,11 +12,12 @@ from bokeh.models import Line, Scatter
 
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
-from sonde.runs.report.figures import LIGHT_GREY, Plot
-from sonde.runs.report.policy_curves import entropy_panel, prompt_noise_panels
+from sonde.runs.report.figures import Plot
+from sonde.runs.report.policy_curves import entropy_panel, prompt_noise_plot
 from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.write import write_report
 from sonde.runs.run import PolicyReading, own_value_names
+from sonde.stats.columns import LIGHT_GREY
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import header_record, reading_record, written
 from tests.runs.report.visible_text import visible_text
@@ -44,12 +45,12 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Noise scale in prompts",
         "twice the completions to each prompt would have cut the noise of a step by 35 % (95 % interval: 30 % to 40 %)",
         "What each forecast is made of, and what it costs",
-        "Step 116 Median Evaluation prompts, B E 16 16 Update prompts, B U 8 8",
-        "– its variance from the evaluation prompts, V X (nats²)",
+        "Step 116 Median Evaluation prompts, B E (prompts) 16 16 Update prompts, B U (prompts) 8 8",
+        "Variance of the change from the evaluation prompts, V X (nats²)",
         "Variance of the change over its square 0.25 % 0.25 % Change to first order, or X̄·Ȳ (nats)",
         "Test that the responses are the policy's own (standard errors)",
-        "Time 400 ms 400 ms – drawing evaluation responses 150 ms 150 ms",
-        "Growth of the peak memory (MB) 225 225",
+        "Time of the forecast 400 ms 400 ms Of these, drawing evaluation responses 150 ms 150 ms",
+        "Growth of the peak memory 225 MB 225 MB",
         "Reward",
         "How this was measured",
     ]
@@ -78,12 +79,9 @@ def test_the_log_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert reading.metrics == written["metrics"]
     assert reading.point.delta == written["metrics"]["entropy/delta_forecast"]
     assert [s.prompt for s in reading.shares] == [s["prompt"] for s in written["shares"]]
-    assert [(s.change, s.parts["drift"]) for s in reading.shares] == [
-        (s["change"], s["drift"]) for s in written["shares"]
-    ]
+    assert [(s.change, s.drift) for s in reading.shares] == [(s["change"], s["drift"]) for s in written["shares"]]
     assert reading.causes.momentum == written["causes"]["momentum"]
-    first = {name: written["causes"]["prompts"][0][name] for name in ("from_rewarded", "from_penalised")}
-    assert reading.causes.prompts[0].parts == pytest.approx(first, rel=1e-6)
+    assert vars(reading.causes.prompts[0]) == written["causes"]["prompts"][0]
     assert run.ended == "training ended"
 
 
@@ -160,9 +158,9 @@ def test_the_report_says_what_was_not_measured(tmp_path: Path, options: dict[str
 @pytest.mark.parametrize(
     ("low", "high", "sentences", "legend"),
     [
-        (6.0, None, "> 6 prompts; no upper limit known", "lower bound: the noise scale lies above this"),
-        (0.0, 12.0, "< 12 prompts; no lower limit known", "upper bound: the noise scale lies below this"),
-        (0.0, 0.0, "– no noise was seen", "upper bound: the noise scale lies below this"),
+        (6.0, None, "> 6 prompts; no upper limit known", "lower bound: the value lies above this"),
+        (0.0, 12.0, "< 12 prompts; no lower limit known", "upper bound: the value lies below this"),
+        (0.0, 0.0, "– no noise was seen", "upper bound: the value lies below this"),
         (None, None, "– prompts; not known yet", "No measurement has an estimate or a bound"),
     ],
 )
@@ -174,14 +172,17 @@ def test_a_noise_scale_in_prompts_of_which_one_limit_is_known(
     text = visible_text(write_report(write_policy_run(tmp_path, 4, metrics=record["metrics"] | ends)))
     assert f"Average noise scale {sentences}" in text
     assert legend in text
-    for other in ("lower bound: the noise", "upper bound: the noise", "confidence interval of the noise"):
-        assert (other in text) == (other in legend)
+    section = text.split("The noise scale in prompts is the number")[1].split("What each forecast is made of")[0]
+    for other in ("lower bound: the value", "upper bound: the value", "its confidence interval"):
+        assert (other in section) == (other in legend)
 
 
 def test_the_upper_bound_of_each_step_is_drawn_and_named(tmp_path: Path) -> None:
     ends = {"gns_prompts/b_simple": None, "gns_prompts/b_simple_low": 0.0, "gns_prompts/b_simple_high": 12.0}
     run = read_run(write_policy_run(tmp_path, 4, metrics=policy_record(2)["metrics"] | ends))
-    renderers = _plot(prompt_noise_panels(run.policy)[0][0], run.policy).figures[0].renderers
+    plot = prompt_noise_plot(run.policy, TimeAxis.of(run.policy, "prompts", noun="step"))
+    assert isinstance(plot, Plot)
+    renderers = plot.figures[0].renderers
     marks = {r.glyph.marker: list(r.data_source.data["y"]) for r in renderers if isinstance(r.glyph, Scatter)}
     assert (marks["inverted_triangle"], "triangle" in marks) == ([12.0] * 4, False)
     hover = [list(r.data_source.data["text0"]) for r in renderers if "text0" in r.data_source.data]

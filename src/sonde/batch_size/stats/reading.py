@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sonde.batch_size.stats.columns import OF_EACH_UNIT, OF_READING
 from sonde.batch_size.stats.noise_scale import RatioAverage
-from sonde.stats.intervals import RatioInterval, Status, unresolved
+from sonde.stats.columns import taken
+from sonde.stats.intervals import RatioInterval, Status
 from sonde.wording import in_units, number, plural, units
 
 ENOUGH_COVERED = 0.995
@@ -109,13 +111,6 @@ class ConvertedReading:
     units_per_window: float | None
 
 
-_LOGGED_AS_THEY_ARE = (
-    *("b_simple", "scatter", "first_step", "grad_sq", "trace_cov", "consistency", "effective_units", "u"),
-    *("units_per_window", "windows_needed", "scale", "scale_residual"),
-)
-"""Numbers of a reading whose metric has the same name."""
-
-
 @dataclass(frozen=True)
 class NoiseScaleReading:
     """A reading of the gradient noise scale. Squares are in units of the rank-averaged gradient before clipping.
@@ -209,22 +204,10 @@ class NoiseScaleReading:
 
     def metrics(self) -> dict[str, float | None]:
         """The numbers by metric name; None where a number is unknown or unbounded."""
-        average = self.average or unresolved("")
-        numbers: dict[str, float | None] = {f"gns/{name}": getattr(self, name) for name in _LOGGED_AS_THEY_ARE}
-        numbers |= {
-            "gns/b_simple_low": self.low,
-            "gns/b_simple_high": self.high,
-            "gns/b_simple_average": average.ratio,
-            "gns/b_simple_average_low": average.low,
-            "gns/b_simple_average_high": average.high,
-            "gns/warms_up": float(self.warms_up),
-            "gns/covered": self.coverage.part if self.coverage else 1.0,
-        }
+        numbers = taken(OF_READING, self)
         for unit in self.further_units:
-            c = self.in_unit(unit)
-            numbers |= {f"gns/b_simple_{unit}": c.b_simple, f"gns/b_simple_low_{unit}": c.low}
-            numbers |= {f"gns/b_simple_high_{unit}": c.high, f"gns/units_per_window_{unit}": c.units_per_window}
-        return {name: value if value is None or math.isfinite(value) else None for name, value in numbers.items()}
+            numbers |= {f"{name}_{unit}": n for name, n in taken(OF_EACH_UNIT, self.in_unit(unit)).items()}
+        return numbers
 
     @property
     def now(self) -> RatioInterval:

@@ -19,10 +19,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import sonde
+from sonde.batch_size.stats.columns import NOISE_SCALE
 from sonde.demos.byte_lm.options import Setup
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
 from sonde.demos.console import LastingConsole, RecordLines
-from sonde.wording import count, number, percent
+from sonde.stats.intervals import logged_interval
+from sonde.wording import count, in_units, number, percent
 
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 20
@@ -163,14 +165,7 @@ def _line(reading: Mapping[str, Any], setup: Setup) -> str:
 
 
 def _noise_scale(reading: Mapping[str, Any]) -> str:
-    metrics = reading["metrics"]
-    low, high = number(metrics["gns/b_simple_low"]), number(metrics["gns/b_simple_high"])
-    match reading["status"]:
-        case "resolved":
-            return f"{number(metrics['gns/b_simple'])} [{low} – {high}] sequences"
-        case "lower_bound":
-            return f"> {low} sequences"
-        case "upper_bound":
-            return f"< {high} sequences"
-        case _:
-            return f"not known yet ({reading['reason']})"
+    known = logged_interval(reading["metrics"], NOISE_SCALE)
+    if known.status == "unresolved":
+        return f"not known yet ({reading['reason']})"
+    return in_units(known.ratio, known.low, known.high, "sequences")

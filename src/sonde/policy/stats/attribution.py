@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:  # a report needs `doubt_of_parts` where torch is not installed
+if TYPE_CHECKING:  # a log is read where torch is not installed
     from torch import Tensor
 
     from sonde.policy.stats.entropy_change import EntropyChange
@@ -30,7 +30,7 @@ class Share:
     """One evaluation prompt's part of the change. δH is the sum of all prompts' parts.
 
     Attributes:
-        prompt: the prompt's number.
+        prompt: the prompt's number; in a log, its text.
         change: its part in nats (a token, for the per-token objective).
         sharpening: the part of `change` from distributions that change at the same prefixes; None for the sequence
             objective.
@@ -38,7 +38,7 @@ class Share:
             objective.
     """
 
-    prompt: int
+    prompt: int | str
     change: float
     sharpening: float | None
     drift: float | None
@@ -49,13 +49,13 @@ class Cause:
     """One update prompt's part of the change that this batch's gradient makes.
 
     Attributes:
-        prompt: the prompt's number.
+        prompt: the prompt's number; in a log, its text.
         change: its part in nats (a token, for the per-token objective).
         from_rewarded: the part of `change` from tokens of positive advantage.
         from_penalised: the part of `change` from tokens of negative advantage.
     """
 
-    prompt: int
+    prompt: int | str
     change: float
     from_rewarded: float
     from_penalised: float
@@ -212,7 +212,7 @@ def causes_by_prompt(rewarded: Tensor, penalised: Tensor, responses: Responses, 
     return tuple(sorted((Cause(p, up + down, up, down) for p, up, down in rows), key=lambda cause: cause.change))
 
 
-def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Mapping[int, str], n: int) -> str:
+def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Mapping[Any, str], n: int) -> str:
     """The first and the last few prompts of each kind, as lines of text; changes in nats.
 
     Args:
@@ -225,7 +225,7 @@ def attribution_table(shares: Sequence[Share], causes: Causes | None, texts: Map
     def line(title: str, *cells: str) -> str:
         return f"{title:<{_TEXT_WIDTH}}" + "".join(f"{cell:>12}" for cell in cells)
 
-    def row(prompt: int, *values: float | None) -> str:
+    def row(prompt: int | str, *values: float | None) -> str:
         name = " ".join(texts.get(prompt, f"prompt {prompt}").split())
         return line(name if len(name) <= _TEXT_WIDTH else f"{name[: _TEXT_WIDTH - 1]}…", *map(_signed, values))
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
+from sonde.policy.stats.columns import OF_FORECAST
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
 from sonde.policy.stats.entropy_gradient import Responses, Scores, surprise_sd, weighted_entropy_rate
 from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, TOO_LARGE, is_near_uniform
 from sonde.policy.stats.importance import FiniteStep, MeasuredChange, Support, with_error
 from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
+from sonde.stats.columns import taken
 from sonde.stats.intervals import LEVEL
 from sonde.wording import percent
 
 Update = Literal["step", "gradient"]
-
-
-class Result(Protocol):
-    """What was measured beside a forecast."""
-
-    def metrics(self) -> Mapping[str, float | None]:
-        """Its numbers by metric name."""
 
 
 UNIFORM_MOVES_FAR = "not to be trusted: the policy is almost uniform, and the step takes it too far"
@@ -72,7 +67,7 @@ class AfterStep:
     on_same_prefixes: float
     importance: MeasuredChange | None
     rollouts: MeasuredChange | None = None
-    coefficient_to_hold: Result | None = None
+    coefficient_to_hold: Any = None
 
 
 @dataclass(frozen=True)
@@ -218,49 +213,7 @@ class EntropyForecast:
 
     def metrics(self) -> dict[str, float | None]:
         """The forecast's numbers by metric name; None if unknown."""
-        fixed, importance, rollouts = self.fixed_prefixes, self.importance, self.rollouts
-        support, own, sampler, first_order = self.support, self.own_policy, self.sampler, self.first_order
-        real = self.finite_step if self.update == "gradient" else None
-        return {
-            "entropy/evaluation_per_token": self.entropy,
-            "entropy/evaluation_per_token_se": self.entropy_se,
-            "entropy/evaluation_surprise_sd": self.surprise_sd,
-            "entropy/evaluation_own_policy_z": own.z if own else None,
-            "entropy/evaluation_own_policy_departure": own.departure if own else None,
-            "entropy/sampler_kl": sampler.kl if sampler else None,
-            "entropy/sampler_z": sampler.z if sampler else None,
-            "entropy/sampler_departure": sampler.departure if sampler else None,
-            "entropy/delta_forecast": self.delta,
-            "entropy/delta_se": self.se,
-            "entropy/delta_low": self.low,
-            "entropy/delta_high": self.high,
-            "entropy/delta_sharpening": self.sharpening,
-            "entropy/delta_drift": self.drift,
-            "entropy/frac_var": self.frac_var,
-            "entropy/v_x": self.v_x,
-            "entropy/v_y": self.v_y,
-            "entropy/bars_dot": self.bars_dot,
-            "entropy/n_evaluation_prompts": float(self.n_evaluation),
-            "entropy/n_update_prompts": float(self.n_update) if self.n_update else None,
-            "entropy/support": support.ess_fraction if support else None,
-            "entropy/unsupported": support.unsupported if support else None,
-            "entropy/delta_first_order": first_order.delta if first_order else None,
-            "entropy/delta_first_order_se": first_order.se if first_order else None,
-            "entropy/delta_finite_step": real.delta if real else None,
-            "entropy/delta_finite_step_se": real.se if real else None,
-            "entropy/delta_fixed_prefixes": fixed.true if fixed else None,
-            "entropy/linear_over_true": fixed.linear_over_true if fixed else None,
-            "entropy/delta_importance": importance.delta if importance and importance.is_known else None,
-            "entropy/ess_fraction": importance.ess_fraction if importance else None,
-            "entropy/delta_rollouts": rollouts.delta if rollouts else None,
-            "entropy/delta_rollouts_se": rollouts.se if rollouts else None,
-            "entropy/rounded_away": self.rounded_away,
-            **(self.coefficient_to_hold.metrics() if self.coefficient_to_hold else {}),
-            "entropy/is_valid": float(self.is_valid),
-            "cost/entropy_seconds": sum(self.seconds.values()),
-            **{f"cost/entropy_seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
-            "cost/entropy_peak_bytes": None if self.peak_bytes is None else float(self.peak_bytes),
-        }
+        return taken(OF_FORECAST, self)
 
     def table(self, texts: Mapping[int, str] | None = None, *, n: int = 5) -> str:
         """The prompts that lower and that raise entropy most, and where the change comes from, as lines of text.

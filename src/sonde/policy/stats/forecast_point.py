@@ -37,6 +37,31 @@ _ON_UPDATE = ("update_token_weighted", "update_token_weighted_se", "update_token
 
 
 @dataclass(frozen=True)
+class ComparedLoss:
+    """What one of several losses would do to the entropy, as a log has it; in nats, None where it is not known.
+
+    Attributes:
+        name: of the loss.
+        change: the forecast of the change of entropy.
+        change_se: its standard error.
+        difference: the change minus that of the baseline; None for the baseline.
+        low: lower end of the difference's 95 % interval.
+        high: upper end.
+        words: what this says.
+        is_valid: whether it is to be trusted.
+    """
+
+    name: str
+    change: float | None
+    change_se: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    words: str
+    is_valid: bool
+
+
+@dataclass(frozen=True)
 class Point:
     """The measurements around one optimizer step.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a report needs `AtPositions` where torch is not installed
     from torch import Tensor
@@ -11,8 +10,7 @@ if TYPE_CHECKING:  # a report needs `AtPositions` where torch is not installed
     from sonde.policy.stats.entropy_gradient import Responses
 
 
-@dataclass(frozen=True)
-class AtPositions:
+class AtPositions(NamedTuple):
     """The entropies of the tokens at some positions, in nats.
 
     Attributes:

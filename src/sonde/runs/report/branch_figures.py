@@ -16,11 +16,7 @@ from sonde.evidence.answer import capital, in_words, times
 from sonde.evidence.branches import Branch, Branches
 from sonde.runs.report.curves import Curve, add_band, add_curve
 from sonde.runs.report.figures import (
-    BLUE,
     CURVE_STYLES,
-    GREY,
-    INK,
-    ORANGE,
     LegendEntry,
     Plot,
     Scale,
@@ -34,6 +30,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.intervals import draw_intervals
+from sonde.stats.columns import BLUE, GREY, INK, ORANGE
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, number, percent
 

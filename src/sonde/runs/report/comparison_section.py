@@ -7,9 +7,8 @@ from collections.abc import Callable
 from bokeh.models import FixedTicker, PlainText
 from bokeh.models.glyphs import Scatter, Segment
 
+from sonde.policy.stats.forecast_point import ComparedLoss
 from sonde.runs.report.figures import (
-    BLUE,
-    GREY,
     LegendEntry,
     Plot,
     Section,
@@ -21,7 +20,8 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.how_measured import cut
-from sonde.runs.run import ComparedLoss, ComparisonReading, Run
+from sonde.runs.run import ComparisonReading, Run
+from sonde.stats.columns import BLUE, GREY
 from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (
@@ -44,7 +44,7 @@ def comparison_sections(run: Run) -> list[Section]:
 def _answer(comparison: ComparisonReading) -> str:
     """What is said of which losses."""
     named: dict[str, list[str]] = {}
-    for of in comparison.losses:
+    for of in comparison.options:
         if of.name != comparison.baseline:
             named.setdefault(cut(of.words, 100), []).append(shorten(of.name))
     return "; ".join(f"{words}: {', '.join(names)}" for words, names in named.items())
@@ -52,7 +52,7 @@ def _answer(comparison: ComparisonReading) -> str:
 
 def _table(comparison: ComparisonReading) -> Table:
     rows = []
-    for of in comparison.losses:
+    for of in comparison.options:
         difference = "–" if of.name == comparison.baseline else _difference(of)
         change = f"{number(of.change)} ± {number(of.change_se, 2)}" if of.change_se else number(of.change)
         rows.append((of.name, cut(of.words, 300), change, difference))
@@ -63,7 +63,7 @@ def _table(comparison: ComparisonReading) -> Table:
 
 def _figure(comparison: ComparisonReading) -> Plot | str:
     """A point with its interval for each loss, one below the other."""
-    others = [of for of in comparison.losses if of.name != comparison.baseline][::-1]
+    others = [of for of in comparison.options if of.name != comparison.baseline][::-1]
     if all(of.difference is None for of in others):
         return "No difference is known."
     places = [float(i) for i in range(len(others))]

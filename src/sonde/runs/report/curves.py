@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from bokeh.models import ColumnDataSource, NumeralTickFormatter, Range1d
@@ -16,10 +16,7 @@ from bokeh.plotting import figure
 from numpy.typing import ArrayLike, NDArray
 
 from sonde.runs.report.figures import (
-    GREY,
-    ORANGE,
     LegendEntry,
-    Mark,
     Plot,
     Scale,
     add_hover,
@@ -31,6 +28,10 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.run import AnyReading
+from sonde.stats.columns import GREY, ORANGE, Columns, Mark, Metric, Value
+from sonde.stats.columns import Curve as Curve
+from sonde.stats.columns import Panel as Panel
+from sonde.stats.intervals import logged_interval
 from sonde.wording import count, number
 
 PIXELS = 800
@@ -41,61 +42,8 @@ _MAX_RESTARTS = 100
 """Lines at more restarts would hide the curves."""
 
 Floats = NDArray[np.float64]
-Column = str | Callable[[Any], float | None]
-"""A metric's name, or a function of a reading."""
-Columns = Sequence[tuple[Floats, Floats | None]]
+Drawn = Sequence[tuple[Floats, Floats | None]]
 """Of each curve its values, and the upper ends of a band."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One thing that is drawn over a run, and its line in the legend.
-
-    Attributes:
-        mark: "line", "dashed" or "dotted" for a line that breaks where its value is not known; "band" for the area
-            between `value` and `top`; "up" or "down" for triangles.
-        color: of the mark.
-        text: what the mark means.
-        value: a number of each reading, None where it is not known.
-        top: upper end of a band.
-        alpha: how strongly a band is filled.
-        stretches: whether the axis has to show it.
-        outside: what triangles mean that stand for values beyond the axis; without it, values are drawn at its edge.
-    """
-
-    mark: Mark
-    color: str
-    text: str
-    value: Column
-    top: Column = ""
-    alpha: float = 0.16
-    stretches: bool = True
-    outside: str = ""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One figure over a run.
-
-    Attributes:
-        label: of the vertical axis, with the unit.
-        curves: what is drawn, in the order of the legend.
-        hover: for each line of the hover text its label, and what makes it of a reading.
-        kind: of the vertical axis; "any" is logarithmic if values are positive and span more than a factor of 20.
-        shows: values that the axis shows in any case.
-        ends: the axis, where it does not depend on the values.
-        limits: heights of straight lines, and what they mean.
-        height: in pixels.
-    """
-
-    label: str
-    curves: Sequence[Curve]
-    hover: Mapping[str, Callable[[Any], str]]
-    kind: Literal["linear", "log", "any"] = "any"
-    shows: Sequence[float] = ()
-    ends: tuple[float, float] | None = None
-    limits: Mapping[float, str] = field(default_factory=dict)
-    height: int = 260
 
 
 @dataclass(frozen=True)
@@ -187,12 +135,12 @@ class OverRun:
         """Positions where later starts of the run begin."""
         return [self.x[i + 1] for i, row in enumerate(self.rows) if row is None]
 
-    def column(self, column: Column) -> Floats:
+    def column(self, column: Value) -> Floats:
         """A number of each row, NaN where it is not known."""
         value = (lambda row: row.metrics.get(column)) if isinstance(column, str) else column
         return np.array([None if row is None else value(row) for row in self.rows], dtype=float)
 
-    def columns(self, panel: Panel) -> Columns:
+    def columns(self, panel: Panel) -> Drawn:
         """Those of each curve."""
         return [(self.column(c.value), self.column(c.top) if c.top else None) for c in panel.curves]
 
@@ -219,9 +167,76 @@ class OverRun:
         return [LegendEntry("dotted", GREY, f"the run was restarted here{some}")] if every else []
 
 
-def written(metric: str, as_text: Callable[[float | None], str] = number) -> Callable[[Any], str]:
-    """What writes a metric of a reading into a hover text."""
-    return lambda reading: as_text(reading.metrics.get(metric))
+def panels_of(columns: Columns, section: str, unit: str = "") -> list[Panel]:
+    """The panels of a section with the curves and the hover texts of the columns that they draw.
+
+    Args:
+        columns: by name.
+        section: its title.
+        unit: of the probe.
+    """
+    found: dict[str, Panel] = {}
+    for name, column in columns.items():
+        if column.panel is not None and column.panel.section == section:
+            label = column.panel.label.replace("{unit}", unit)
+            panel = found.get(label, replace(column.panel, label=label))
+            curves, hover = (*panel.curves, *_curves(name, column)), {**panel.hover, column.short: _hover(name, column)}
+            found[label] = replace(panel, curves=curves, hover=hover)
+    return list(found.values())
+
+
+def _curves(name: str, column: Metric) -> tuple[Curve, ...]:
+    curve = replace(column.curve, text=column.curve.text or column.meaning, value=name)
+    match curve.mark:
+        case "none":
+            return ()
+        case "filled":
+            below = replace(curve, mark="band", text="", value=lambda reading: 0.0, top=name)
+            return replace(curve, mark="line"), below
+        case "interval":
+            return interval_curves(name, curve)
+    return (curve,)
+
+
+ABOVE, BELOW = "lower bound: the value lies above this", "upper bound: the value lies below this"
+
+
+def interval_curves(name: str, curve: Curve) -> tuple[Curve, ...]:
+    """An estimate with its interval; where only a bound is known, a triangle.
+
+    Args:
+        name: of the estimate.
+        curve: how it is drawn, with its meaning.
+    """
+
+    def end(of: str, status: str) -> Callable[[Any], float | None]:
+        def value(reading: Any) -> float | None:
+            known = logged_interval(reading.metrics, name)
+            return getattr(known, of) if known.status == status else None
+
+        return value
+
+    return (
+        replace(curve, mark="line", stretches=True),
+        replace(
+            curve,
+            mark="band",
+            text="its confidence interval",
+            value=end("low", "resolved"),
+            top=end("high", "resolved"),
+        ),
+        replace(curve, mark="up", color=GREY, text=ABOVE, value=end("low", "lower_bound")),
+        replace(curve, mark="down", color=GREY, text=BELOW, value=end("high", "upper_bound")),
+    )
+
+
+def _hover(name: str, column: Metric) -> Callable[[Any], str]:
+    """What writes a column of a reading into a hover text."""
+    if column.curve.mark == "interval":
+        return lambda reading: logged_interval(reading.metrics, name).in_words
+    if column.curve.mark == "band":
+        return lambda reading: " to ".join(column.text(reading.metrics.get(end)) for end in (name, column.curve.top))
+    return lambda reading: column.text(reading.metrics.get(name))
 
 
 def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: TimeAxis, absent: str) -> Plot | str:
@@ -257,7 +272,7 @@ def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: T
     return Plot(tuple(figures), tuple(unique), " ".join(words))
 
 
-def _draw_panel(panel: Panel, line: OverRun, columns: Columns) -> tuple[figure, list[LegendEntry]]:
+def _draw_panel(panel: Panel, line: OverRun, columns: Drawn) -> tuple[figure, list[LegendEntry]]:
     y = _scale(panel, columns)
     fig = line.new_figure(y, panel.label, panel.height)
     if panel.ends == (0.0, 1.0):
@@ -282,7 +297,7 @@ def _draw_panel(panel: Panel, line: OverRun, columns: Columns) -> tuple[figure, 
     return fig, [*shown, *(LegendEntry("dashed", ORANGE, text) for text in panel.limits.values() if text), *beyond]
 
 
-def _scale(panel: Panel, columns: Columns) -> Scale:
+def _scale(panel: Panel, columns: Drawn) -> Scale:
     if panel.ends:
         low, high = panel.ends
         return Scale("linear", low - 0.04 * (high - low), high + 0.04 * (high - low))
@@ -378,7 +393,7 @@ def per_pixel(x: ArrayLike, low: ArrayLike, high: ArrayLike) -> tuple[Floats, Fl
     return shown, lowest, highest
 
 
-def _in_words(panel: Panel, columns: Columns) -> Iterator[str]:
+def _in_words(panel: Panel, columns: Drawn) -> Iterator[str]:
     """What the panel shows, for who cannot see it."""
     for curve, (values, tops) in zip(panel.curves, columns, strict=True):
         known = values[np.isfinite(values)].tolist()

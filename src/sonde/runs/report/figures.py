@@ -24,12 +24,8 @@ from bokeh.models.glyphs import Line, Scatter
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
+from sonde.stats.columns import BLUE, GREEN, GREY, INK, ORANGE, Mark
 from sonde.wording import number
-
-BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#b34d0a", "#1b7f5c", "#7d8793", "#26303a"
-LIGHT_GREY = "#8d96a0"
-"""Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference. In a dark scheme,
-page.css turns the lightness of figures around: nothing here is drawn on a background of its own."""
 
 FONT = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 
@@ -41,9 +37,6 @@ _TOOLTIP = (
 )
 """A line of a hover text. Bokeh's own labels are light blue, with a contrast of 2.6."""
 
-Mark = Literal[
-    "line", "dashed", "dotted", "dotdash", "band", "bar", "dot", "whisker", "up", "down", "left", "right", "cross"
-]
 CURVE_STYLES: tuple[tuple[str, Mark], ...] = tuple(
     (color, mark) for mark in ("line", "dashed", "dotted", "dotdash") for color in (INK, BLUE, ORANGE, GREEN, GREY)
 )

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.record_values import spacing
+from sonde.batch_size.stats.columns import METRICS
+from sonde.record_values import SETTINGS, spacing
 from sonde.runs.report.verdicts import failed_checks
 from sonde.runs.run import PROMPT_NOISE, Run
 from sonde.stats.intervals import logged_interval
@@ -17,13 +18,6 @@ MAX_TEXT = 4000
 """Characters shown of any one text of the user's. It keeps the page small, whatever a run logs."""
 
 _MAX_ITEMS = 20
-_SETUP_SHOWN = (
-    "wrapper", "ranks", "device", "tap", "parameters", "groups", "log_every", "level", "metric", "budget",
-    "allowance", "every", "further_units",
-    "evaluation", "optimizer", "optimizer_kind", "optimizer_settings", "trainer",
-    "batch_norms", "sync_batch_norms", "fixed_weights",
-)  # fmt: skip
-
 _PIECE = "A piece is one micro-batch on one rank."
 _SEPARATED = "Noise is separated from signal by comparing the gradients of the pieces with the gradient of the window."
 _BY_EXAMPLES = "Noise is separated from signal by comparing the gradients of single examples with that of the window."
@@ -102,7 +96,7 @@ def _setup_rows(run: Run) -> Iterator[Row]:
         if setup.get("sync_batch_norms"):
             meaning += " Some share their statistics over ranks, which couples the pieces of all ranks too."
         yield Row("Batch normalisation", (meaning,))
-    rest = {key: value for key, value in setup.items() if key not in _SETUP_SHOWN and value not in (None, False)}
+    rest = {key: value for key, value in setup.items() if key not in SETTINGS and value not in (None, False)}
     lines = [f"{key.replace('_', ' ')}: {cut(setting_text(value), 300)}" for key, value in rest.items()]
     yield Row("More of the set-up", tuple(lines[:_MAX_ITEMS]))
 
@@ -140,17 +134,10 @@ def _trust_rows(run: Run) -> Iterator[Row]:
     last = run.readings[-1]
     dropped = tuple(f"{plural(n, 'window')}: {reason}" for reason, n in last.dropped.items())
     yield Row("Windows left out", dropped[:_MAX_ITEMS] or (f"None up to window {count(last.window)}.",))
-    names = ("gns/consistency", "gns/scale", "gns/scale_residual", "cost/every")
-    consistency, scale, residual, every = map(last.metrics.get, names)
-    if consistency is not None:
-        meaning = "noise measured within ranks divided by noise measured between ranks. It should be about 1"
-        yield Row("Consistency", (f"{number(consistency)}: {meaning}.",))
-    if scale is not None:
-        text = f"The optimizer's gradient was {number(scale)} times the sum of the pieces' gradients."
-        if residual is not None:
-            text += f" The part that this factor does not explain is {percent(residual)} of the gradient's norm."
-        yield Row("Scale", (text,))
-    if every is not None:
+    for name, column in METRICS.items():
+        if column.term and (value := last.metrics.get(name)) is not None:
+            yield Row(column.term, (f"{column.text(value)}: {column.meaning}.",))
+    if last.metrics.get("cost/every") is not None:
         yield Row("Measured windows", (_pace(run.probe("reading").setup, last.metrics),))
     fraction, seconds = run.mean("cost/fraction"), run.mean("cost/seconds_per_window")
     share = "" if fraction is None else f"{percent(fraction)} of the training time"

@@ -9,7 +9,8 @@ from typing import Any
 from bokeh.models.glyphs import Scatter, Segment
 from bokeh.plotting import figure
 
-from sonde.runs.report.figures import BLUE, GREY, LegendEntry, Mark, Scale, draw
+from sonde.runs.report.figures import LegendEntry, Scale, draw
+from sonde.stats.columns import BLUE, GREY, Mark
 from sonde.stats.intervals import RatioInterval
 
 ABOVE, BELOW = "lower bound: the noise scale lies above this", "upper bound: the noise scale lies below this"

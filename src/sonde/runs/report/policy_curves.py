@@ -10,22 +10,11 @@ from typing import Any
 from bokeh.models import BasicTicker
 from bokeh.models.glyphs import Line, Quad, Scatter, Segment
 
-from sonde.policy.stats.forecast_point import (
-    LEAST_SUPPORT,
-    LINEAR_BETWEEN,
-    MOST_UNSUPPORTED,
-    Point,
-    Z,
-    steps_kept,
-)
+from sonde.policy.stats.columns import DELTA, FRESH, IN_PROMPTS, LEARNED, METRICS, PROMPT_NOISE, PROMPTS
+from sonde.policy.stats.forecast_point import Point, Z, steps_kept
 from sonde.policy.stats.token_positions import AtPositions
-from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis, written
+from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis, draw_panels, panels_of
 from sonde.runs.report.figures import (
-    BLUE,
-    GREEN,
-    GREY,
-    LIGHT_GREY,
-    ORANGE,
     LegendEntry,
     Plot,
     Scale,
@@ -36,155 +25,59 @@ from sonde.runs.report.figures import (
     new_figure,
     scale_for,
 )
-from sonde.runs.report.sections import noise_scale_curves
-from sonde.runs.run import PROMPT_NOISE, PolicyReading
-from sonde.stats.intervals import RatioInterval, logged_interval
-from sonde.wording import count, estimate, interval, number, percent
+from sonde.runs.run import PolicyReading
+from sonde.stats.columns import BLUE, GREY, LIGHT_GREY, ORANGE
+from sonde.stats.intervals import logged_interval
+from sonde.wording import count, number
 
 MAX_POINTS = 600
 """Largest number of forecasts that are marked. (A curve thins itself out: see `per_pixel`.)"""
 
-_FRESH, _FRESH_SE = "entropy/evaluation_per_token", "entropy/evaluation_per_token_se"
-_LEARNED, _NOW, _HOLD = "entropy/update_token_weighted", "entropy/coefficient_now", "entropy/coefficient_to_hold"
-
-
-def _numbers(low: str, high: str) -> Callable[[Any], str]:
-    return lambda r: f"{number(r.metrics.get(low))} to {number(r.metrics.get(high))}"
-
 
 def entropy_panel(readings: Sequence[PolicyReading]) -> Panel:
     """The entropy on evaluation responses and on those that the policy learned from; undone steps are drawn apart."""
-    points = {id(r): r.point for r in readings}
-    kept = steps_kept([point for point in points.values() if point.entropy is not None]).points
-    are_kept = {id(point) for point in kept}
-    undone = {key for key, point in points.items() if point.entropy is not None and id(point) not in are_kept}
+    measured = [r.point for r in readings if r.point.entropy is not None]
+    kept = {id(point) for point in steps_kept(measured).points}
+    undone = {id(point) for point in measured} - kept
 
     def standing(name: str) -> Callable[[Any], float | None]:
-        return lambda r: None if id(r) in undone else r.metrics.get(name)
+        return lambda r: None if id(r.point) in undone else r.metrics.get(name)
 
     def end(sign: float) -> Callable[[Any], float | None]:
         def value(r: PolicyReading) -> float | None:
-            entropy, error = standing(_FRESH)(r), r.metrics.get(_FRESH_SE)
+            entropy, error = standing(FRESH)(r), r.metrics.get(f"{FRESH}_se")
             return None if entropy is None or error is None else entropy + sign * Z * error
 
         return value
 
     def again(r: PolicyReading) -> float | None:
-        either = r.metrics.get(_FRESH), r.metrics.get(_LEARNED)
-        return next((v for v in either if v is not None), None) if id(r) in undone else None
+        either = r.metrics.get(FRESH), r.metrics.get(LEARNED)
+        return next((v for v in either if v is not None), None) if id(r.point) in undone else None
 
     curves = (
-        Curve("line", BLUE, "entropy on evaluation responses", standing(_FRESH)),
-        Curve("dashed", GREY, "entropy on the responses that the step learns from", standing(_LEARNED)),
+        Curve("line", BLUE, "entropy on evaluation responses", standing(FRESH)),
+        Curve("dashed", GREY, "entropy on the responses that the step learns from", standing(LEARNED)),
         Curve("band", BLUE, "95 % interval of the entropy, over prompts", end(-1), end(1), alpha=0.14),
         Curve("line", LIGHT_GREY, "before a restart that took these steps again", again),
     )
-    hover = {"on evaluation responses": written(_FRESH), "on the step's own responses": written(_LEARNED)}
-    return Panel("Entropy (nats a token)", curves, hover, "linear", shows=(0.0,), height=320)
+    names = {"on evaluation responses": FRESH, "on the step's own responses": LEARNED}
+    hover = {label: lambda r, name=name: number(r.metrics.get(name)) for label, name in names.items()}
+    return Panel("Entropy (nats a token)", kind="linear", shows=(0.0,), height=320, curves=curves, hover=hover)
 
 
-_Q05, _Q25, _Q50, _Q75, _Q95 = (f"entropy/update_response_q{q:02}" for q in (5, 25, 50, 75, 95))
-BY_RESPONSE = Panel(
-    "Entropy (nats a token)",
-    (
-        Curve("line", BLUE, "median over the responses that the step learns from", _Q50),
-        Curve("band", BLUE, "half of the responses (darker), and 90 % of them", _Q25, _Q75, alpha=0.2),
-        Curve("band", BLUE, "", _Q05, _Q95, alpha=0.12),
-    ),
-    {
-        "median": written(_Q50),
-        "half": _numbers(_Q25, _Q75),
-        "90 %": _numbers(_Q05, _Q95),
-        "standard deviation": written("entropy/update_response_sd"),
-    },
-    "linear",
-    shows=(0.0,),
-)
-
-
-def _end_of_hold(end: str) -> Callable[[Any], float | None]:
-    """Beside a coefficient that is not known, an end alone is a bound: it has no band."""
-    return lambda r: None if r.metrics.get(_HOLD) is None else r.metrics.get(f"{_HOLD}_{end}")
-
-
-def _hold_text(reading: PolicyReading) -> str:
-    value, low, high = reading.metrics.get(_HOLD), _end_of_hold("low")(reading), _end_of_hold("high")(reading)
-    return number(value) if value is None or low is None or high is None else f"{number(value)} {interval(low, high)}"
-
-
-COEFFICIENT = Panel(
-    "Entropy coefficient",
-    (
-        Curve("line", BLUE, "entropy coefficient with which the entropy would not change", _HOLD),
-        Curve("band", BLUE, "its 95 % interval", _end_of_hold("low"), _end_of_hold("high"), stretches=False),
-        Curve("dashed", ORANGE, "entropy coefficient of the loss", _NOW),
-    ),
-    {"to hold the entropy": _hold_text, "of the loss": written(_NOW)},
-    "linear",
-    shows=(0.0,),
-)
-
-_SUPPORT, _UNSUPPORTED, _RATIO = (f"entropy/{name}" for name in ("support", "unsupported", "linear_over_true"))
-_WHOLE = "support: effective sample size of the responses after the step, a mean over positions"
-TRUST = (
-    Panel(
-        "Share of the whole",
-        (
-            Curve("line", GREEN, _WHOLE, _SUPPORT),
-            Curve("line", GREY, f"part of the entropy at positions with a support below {percent(LEAST_SUPPORT)}",
-                  _UNSUPPORTED),
-        ),
-        {"support": written(_SUPPORT, percent), "entropy without support": written(_UNSUPPORTED, percent)},
-        ends=(0.0, 1.0),
-        limits={MOST_UNSUPPORTED: f"limit of this part: {percent(MOST_UNSUPPORTED)}"},
-        height=220,
-    ),
-    Panel(
-        "Linear / true",
-        (Curve("line", BLUE, "change to first order divided by the true change, on the same prefixes", _RATIO,
-               outside="ratio outside this axis"),),
-        {"linear / true": written(_RATIO)},
-        ends=(0.0, 2.0),
-        limits={
-            LINEAR_BETWEEN[0]: "",
-            LINEAR_BETWEEN[1]: "the step is small enough to be linear from {:g} to {:g}".format(*LINEAR_BETWEEN),
-        },
-        height=220,
-    ),
-)  # fmt: skip
-
-
-def _prompt_noise(reading: PolicyReading) -> RatioInterval:
-    return logged_interval(reading.metrics, PROMPT_NOISE)
-
-
-def _prompt_noise_text(reading: PolicyReading) -> str:
-    known = _prompt_noise(reading)
-    return estimate(known.status, known.ratio, known.low, known.high)
-
-
-def prompt_noise_panels(readings: Sequence[PolicyReading]) -> tuple[Sequence[Panel], str]:
-    """The noise scale in prompts beside the prompts of a step, and the sentence in its place if it is not known."""
-    measured = [r for r in readings if r.metrics.get("gns_prompts/prompts_per_window") is not None]
+def prompt_noise_plot(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
+    """The noise scale in prompts beside the prompts of a step, or a sentence if it is not known."""
+    measured = [r for r in readings if r.metrics.get(PROMPTS) is not None]
     if not measured:
-        return (), "The noise scale in prompts was not measured in this run: turn gns_probe on."
-    absent = "No measurement has an estimate or a bound of the noise scale in prompts yet: measure more windows."
-    if all(_prompt_noise(r).status == "unresolved" for r in measured):
-        return (), absent
-    batch = Curve(
-        "dashed", ORANGE, "prompts that a step learns from (batch size)", "gns_prompts/prompts_per_window"
-    )  # fmt: skip
-    curves = noise_scale_curves(_prompt_noise, (batch,), now="noise scale, running average")
-    hover = {
-        "noise scale, running average": _prompt_noise_text,
-        "part from completions": written("gns_prompts/completions_share", percent),
-    }
-    return (Panel("Noise scale (prompts)", curves, hover, "log", height=320),), absent
+        return "The noise scale in prompts was not measured in this run: turn gns_probe on."
+    if all(logged_interval(r.metrics, PROMPT_NOISE).status == "unresolved" for r in measured):
+        return "No measurement has an estimate or a bound of the noise scale in prompts yet: measure more windows."
+    return draw_panels(panels_of(METRICS, IN_PROMPTS), readings, axis, "")
 
 
 def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | str:
     """Each step's forecast with its interval, and the change that was measured."""
-    some = evenly([r for r in readings if r.metrics.get("entropy/delta_forecast") is not None], MAX_POINTS)
+    some = evenly([r for r in readings if r.metrics.get(DELTA) is not None], MAX_POINTS)
     if not some:
         return "No change of entropy was forecast in this run."
     line = OverRun.of(some, axis)
@@ -202,7 +95,7 @@ def forecast_curve(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot | 
     crosses = Scatter(marker="x", size=9, line_color=ORANGE, line_width=2)
     draw(fig, crosses, x=[x for x, _ in placed], y=[p.truth for p in points])
     hover = {"forecast": lambda r: _forecast_text(r.point), "truth": lambda r: _truth_text(r.point)}
-    line.add_hover(fig, line.column("entropy/delta_forecast"), hover)
+    line.add_hover(fig, line.column(DELTA), hover)
     return Plot((fig,), (*_forecast_legend(points), *line.legend), _forecasts_in_words(points))
 
 
@@ -301,7 +194,7 @@ def _mark(color: str, *, is_trusted: bool) -> Scatter:
 
 
 def _unit(readings: Sequence[PolicyReading]) -> str:
-    return f"nats a {next(r.per for r in reversed(readings) if r.metrics.get('entropy/delta_forecast') is not None)}"
+    return f"nats a {next(r.per for r in reversed(readings) if r.metrics.get(DELTA) is not None)}"
 
 
 def _forecast_text(point: Point) -> str:

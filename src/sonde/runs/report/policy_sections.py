@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
 from typing import TypeVar
 
-from sonde.policy.stats.attribution import unexplained
-from sonde.runs.report.curves import Panel, TimeAxis, draw_panels
+from sonde.policy.stats.attribution import Share, unexplained
+from sonde.policy.stats.columns import BY_RESPONSE, COEFFICIENT, DELTA, IN_PROMPTS, METRICS, TRUST
+from sonde.runs.report.curves import TimeAxis, draw_panels
 from sonde.runs.report.figures import Plot, Section, Table
 from sonde.runs.report.policy_curves import (
-    BY_RESPONSE,
-    COEFFICIENT,
-    TRUST,
     entropy_by_position,
     entropy_panel,
     forecast_against_truth,
     forecast_curve,
-    prompt_noise_panels,
+    prompt_noise_plot,
 )
-from sonde.runs.report.sections import values_section
-from sonde.runs.run import PolicyReading, PromptPart, Run, own_value_names
-from sonde.wording import duration, number, percent
+from sonde.runs.report.sections import other_sections, section_over_run, values_section
+from sonde.runs.run import PolicyReading, Run, own_value_names
+from sonde.wording import number, percent
 
 T = TypeVar("T")
 
@@ -36,23 +35,22 @@ def policy_sections(run: Run) -> list[Section]:
     policy = run.policy
     axis = TimeAxis.of(policy, run.probe("policy").unit, noun="step")
     no_forecast = "No change of entropy was forecast in this run."
-
-    def over_run(title: str, text: str, panels: Sequence[Panel], absent: str) -> Section:
-        return Section(title, text, (draw_panels(panels, policy, axis, absent),))
-
+    over_run = partial(section_over_run, METRICS, policy, axis, "prompts")
+    entropy = draw_panels((entropy_panel(policy),), policy, axis, "No entropy was measured in this run.")
+    noise = (prompt_noise_plot(policy, axis),)
     sections = [
-        over_run("Entropy of the policy", _ENTROPY, (entropy_panel(policy),), "No entropy was measured in this run."),
-        over_run("Entropy by response", _BY_RESPONSE, (BY_RESPONSE,), ""),
+        Section("Entropy of the policy", _ENTROPY, (entropy,)),
+        over_run(BY_RESPONSE, _BY_RESPONSE),
         Section("Entropy by position in the response", _BY_POSITION, (entropy_by_position(policy),)),
         Section("Forecast and effect of each step", _forecast_text(policy), (forecast_curve(policy, axis),)),
         Section("Forecast against truth", _AGAINST_TRUTH, (forecast_against_truth(policy),)),
-        over_run("Can the forecasts be trusted?", _TRUST, TRUST,
-                 "No true change was measured on the evaluation responses."),
+        over_run(TRUST, _TRUST, "No true change was measured on the evaluation responses."),
         Section("Prompts that change the entropy most", _causes_text(policy), _tables(run)),
-        over_run("Which entropy coefficient would hold the entropy?", _COEFFICIENT, (COEFFICIENT,), ""),
-        over_run("Noise scale in prompts", _NOISE + _allocation_text(policy), *prompt_noise_panels(policy)),
+        over_run(COEFFICIENT, _COEFFICIENT),
+        Section(IN_PROMPTS, _NOISE + _allocation_text(policy), noise),
         Section("What each forecast is made of, and what it costs", _PARTS_TEXT, (_parts(policy) or no_forecast,)),
-    ]  # fmt: skip
+    ]
+    sections += other_sections(METRICS, sections, over_run)
     if own_value_names(run, policy):
         sections.append(values_section(run, policy, axis, "Reward"))
     return [section for section in sections if any(section.content)]  # some are left out if they were not asked for
@@ -89,9 +87,9 @@ _COEFFICIENT = (
 )
 _NOISE = (
     "The noise scale in prompts is the number of prompts per step at which the gradient of a step contains as "
-    "much noise as signal. The curve is a running average over the measured steps, so it lags while the noise "
-    "scale changes. Part of the noise comes from the completions: more completions per prompt would "
-    "reduce this part. Only more prompts reduce the rest."
+    "much noise as signal. The curve is the noise scale now, filtered from the measured steps so far. Part of the "
+    "noise comes from the completions: more completions per prompt would reduce this part. Only more prompts reduce "
+    "the rest."
 )
 _PARTS_TEXT = (
     "The standard error has two sources: which prompts were evaluated, and, if the change is along the mean "
@@ -175,7 +173,7 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
         heads = ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps")
         tables.append(Table(caption, heads, tuple(rows), is_code=True))
     if last is not None:
-        shares = _both_ends(sorted(last.shares, key=lambda part: part.change or 0.0))
+        shares = _both_ends(sorted(last.shares, key=lambda part: part.change))
         caption = (
             f"Forecast change by step {last.window:,} on each evaluation prompt. Sharpening: token probabilities "
             "change at the same prefixes. Drift: other prefixes, and lengths, become likelier."
@@ -189,9 +187,9 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
     return ("No forecast was made, so there are no parts by prompt.",)
 
 
-def _share_row(part: PromptPart) -> tuple[str, ...]:
-    numbers = (part.change, part.parts.get("sharpening"), part.parts.get("drift"))
-    return (_on_one_line(part.prompt), *map(number, numbers))
+def _share_row(part: Share) -> tuple[str, ...]:
+    numbers = (part.change, part.sharpening, part.drift)
+    return (_on_one_line(str(part.prompt)), *map(number, numbers))
 
 
 def _both_ends(rows: list[T]) -> list[T]:
@@ -205,42 +203,17 @@ def _on_one_line(text: str) -> str:
     return line if len(line) <= _MAX_PROMPT_LENGTH else f"{line[:_MAX_PROMPT_LENGTH]}…"
 
 
-_PARTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("Evaluation prompts, B_E", "entropy/n_evaluation_prompts", number),
-    ("Update prompts, B_U", "entropy/n_update_prompts", number),
-    ("Change of entropy (nats)", "entropy/delta_forecast", number),
-    ("Its standard error (nats)", "entropy/delta_se", number),
-    ("– its variance from the evaluation prompts, V_X (nats²)", "entropy/v_x", number),
-    ("– its variance from the update prompts, V_Y (nats²)", "entropy/v_y", number),
-    ("Variance of the change over its square", "entropy/frac_var", percent),
-    ("Change to first order, or X̄·Ȳ (nats)", "entropy/bars_dot", number),
-    ("Test that the responses are the policy's own (standard errors)", "entropy/evaluation_own_policy_z", number),
-    ("KL of sampler and policy (nats a token)", "entropy/sampler_kl", number),
-    ("– test of log_prob=, E[π/q] = 1 (standard errors)", "entropy/sampler_z", number),
-    ("Time", "cost/entropy_seconds", duration),
-    ("– drawing evaluation responses", "cost/entropy_seconds_sampling", duration),
-    ("– scoring them before the step", "cost/entropy_seconds_scores", duration),
-    ("– scoring them after the step", "cost/entropy_seconds_scores_after", duration),
-    ("– derivatives", "cost/entropy_seconds_derivatives", duration),
-    ("– gradients of the prompts", "cost/entropy_seconds_gradients", duration),
-    ("– causes", "cost/entropy_seconds_causes", duration),
-    ("– the coefficient that would hold the entropy", "cost/entropy_seconds_coefficient", duration),
-    ("– fresh rollouts", "cost/entropy_seconds_rollouts", duration),
-    ("Growth of the peak memory (MB)", "cost/entropy_peak_bytes", lambda n: number(n / 1e6)),
-)
-"""Name, metric, and how its value is written."""
-
-
 def _parts(readings: Sequence[PolicyReading]) -> Table | None:
     """The numbers behind the last forecast, and their medians over the run; None without a forecast."""
-    forecasts = [r for r in readings if r.metrics.get("entropy/delta_forecast") is not None]
+    forecasts = [r for r in readings if r.metrics.get(DELTA) is not None]
     if not forecasts:
         return None
     rows = []
-    for name, metric, text in _PARTS:
-        values = [v for r in forecasts if (v := r.metrics.get(metric)) is not None]
-        if values and (metric != "entropy/v_y" or any(values)):
-            last = forecasts[-1].metrics.get(metric)
-            rows.append((name, number(None) if last is None else text(last), text(statistics.median(values))))
+    for name, column in METRICS.items():
+        values = [v for r in forecasts if (v := r.metrics.get(name)) is not None]
+        if column.is_listed and values:
+            label = f"{column.short} ({column.unit})" if column.as_text is number else column.short
+            last = forecasts[-1].metrics.get(name)
+            rows.append((label[0].upper() + label[1:], column.text(last), column.text(median(values))))
     caption = "The numbers behind the forecast of the last measured step, and their medians over all measured steps"
     return Table(caption, ("", f"Step {forecasts[-1].window:,}", "Median"), tuple(rows))

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 from bokeh.models import FixedTicker, PlainText
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter
 
+from sonde.batch_size.stats.columns import BATCH, METRICS, MOMENTS, NORMS, OVER_RUN
 from sonde.decision.facts import Facts
 from sonde.decision.law import steps_and_examples
 from sonde.decision.proxy import law_in_words
 from sonde.runs.facts import facts_of_run
-from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, written
+from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, interval_curves, panels_of
 from sonde.runs.report.figures import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
     LegendEntry,
-    Mark,
     Plot,
     Scale,
     Section,
@@ -36,9 +32,10 @@ from sonde.runs.report.figures import (
     reachable,
     scale_for,
 )
-from sonde.runs.report.intervals import ABOVE, BELOW, draw_intervals
+from sonde.runs.report.intervals import draw_intervals
 from sonde.runs.report.verdicts import position_text
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
+from sonde.stats.columns import BLUE, GREEN, INK, ORANGE, Columns, Description, Mark
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import count, estimate, number, percent, plural, shorten
 
@@ -57,10 +54,9 @@ def noise_scale_sections(run: Run) -> list[Section]:
     axis = TimeAxis.of(readings, unit)
     group_order = [str(name) for name in probe.setup.get("groups") or ()]
 
-    def over_run(title: str, text: str, panels: Sequence[Panel], absent: str) -> Section:
-        return Section(title, text, (draw_panels(panels, readings, axis, absent),))
-
-    return [
+    over_run = partial(section_over_run, METRICS, readings, axis, unit)
+    scale = Section(OVER_RUN, _noise_scale_text(run), (_noise_scale_plot(run, axis, unit),))
+    sections = [
         Section(
             "What the batch size costs",
             f"Training with batch size B takes S/S_min = 1 + B_crit/B times the fewest possible steps, and uses "
@@ -70,51 +66,56 @@ def noise_scale_sections(run: Run) -> list[Section]:
             (tradeoff_plot(facts_of_run(run)),),
         ),
         values_section(run, readings, axis, "Loss", "This run logged no loss and no other values."),
-        over_run("Noise scale and batch size", _noise_scale_text(run), *_noise_scale_panels(readings, unit)),
-        over_run("Noise and signal", _MOMENTS_TEXT, (_MOMENTS,), "No reading holds noise or signal."),
+        scale,
+        over_run(MOMENTS, _MOMENTS_TEXT, "No reading holds noise or signal."),
         Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
-        over_run("Gradient norm and clipping", _NORM_TEXT, _NORM, "The gradient norm was not measured in this run."),
+        over_run(NORMS, _NORM_TEXT, "The gradient norm was not measured in this run."),
     ]
+    return [*sections, *other_sections(METRICS, sections, over_run)]
 
 
-def noise_scale_curves(of: Callable[[Any], RatioInterval], further: Sequence[Curve], *, now: str) -> tuple[Curve, ...]:
-    """The curves of a noise scale with its interval; where only a bound is known, a triangle.
+def section_over_run(
+    columns: Columns,
+    readings: Sequence[AnyReading],
+    axis: TimeAxis,
+    unit: str,
+    title: str,
+    text: str = "",
+    absent: str = "",
+) -> Section:
+    """A section with the panels of the columns that name it.
 
     Args:
-        of: the noise scale of a reading, as far as it is known.
-        further: curves beside it.
-        now: what the estimate is called.
+        columns: of the readings.
+        readings: in the order in which they were written.
+        axis: the horizontal axis.
+        unit: of the probe.
+        title: of the section.
+        text: how to read it.
+        absent: the sentence in place of all figures.
     """
-
-    def end(status: str, name: str) -> Callable[[Any], float | None]:
-        return lambda r: getattr(known, name) if (known := of(r)).status == status else None
-
-    return (
-        Curve("line", BLUE, now, end("resolved", "ratio")),
-        Curve("band", BLUE, "confidence interval of the noise scale", end("resolved", "low"), end("resolved", "high")),
-        *further,
-        Curve("up", GREY, ABOVE, end("lower_bound", "low")),
-        Curve("down", GREY, BELOW, end("upper_bound", "high")),
-    )
+    return Section(title, text, (draw_panels(panels_of(columns, title, unit), readings, axis, absent),))
 
 
-def _noise_scale_panels(readings: Sequence[Reading], unit: str) -> tuple[Sequence[Panel], str]:
-    """B_simple on a log axis with the batch size across it, and the sentence in its place if it is not known yet."""
-    absent = "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
-    if all(reading.status == "unresolved" for reading in readings):
-        return (), absent
-    further = (
-        Curve("dotted", INK, "noise scale, average over the run so far", "gns/b_simple_average"),
-        Curve("dashed", ORANGE, f"batch size ({unit} per step)", lambda r: logged_batch(r.metrics, unit)[0]),
-    )
-    hover: dict[str, Callable[[Any], str]] = {
-        "noise scale now": lambda r: estimate(r.status, r.now.ratio, r.now.low, r.now.high),
-        "average over the run": written("gns/b_simple_average"),
-        "batch size": lambda r: number(logged_batch(r.metrics, unit)[0]),
-        "units seen": written("run/units_seen", count),
-    }
-    curves = noise_scale_curves(lambda r: r.now, further, now="noise scale now")
-    return (Panel(f"Noise scale ({unit})", curves, hover, "log", height=380),), absent
+def other_sections(columns: Columns, shown: Sequence[Section], over_run: Callable[[str], Section]) -> list[Section]:
+    """The sections that columns name and that have no place of their own on the page."""
+    titles = dict.fromkeys(column.panel.section for column in columns.values() if column.panel is not None)
+    others = (over_run(title) for title in titles if title not in [section.title for section in shown])
+    return [section for section in others if any(section.content)]
+
+
+def _noise_scale_plot(run: Run, axis: TimeAxis, unit: str) -> Plot | str:
+    """B_simple with the batch size across it, or a sentence if it is not known yet."""
+    if all(reading.status == "unresolved" for reading in run.readings):
+        return "No reading has an estimate or a lower bound of the noise scale yet: measure more windows."
+
+    def batch(reading: Reading) -> float | None:  # counted as the noise scale counts it
+        return logged_batch(reading.metrics, unit)[0]
+
+    [panel] = panels_of(METRICS, OVER_RUN, unit)
+    curves = [replace(curve, value=batch) if curve.value == BATCH else curve for curve in panel.curves]
+    hover = {**panel.hover, METRICS[BATCH].short: lambda reading: number(batch(reading))}
+    return draw_panels([replace(panel, curves=curves, hover=hover)], run.readings, axis, "")
 
 
 def _noise_scale_text(run: Run) -> str:
@@ -148,67 +149,26 @@ _MOMENTS_TEXT = (
     "vertical distance between the two curves shows it. Both curves are running averages, so their ratio lags "
     "behind the noise scale now while training moves."
 )
-_MOMENTS = Panel(
-    "Squared gradient norm",
-    (
-        Curve("line", ORANGE, "noise tr Σ: variance of the gradient of one unit", "gns/trace_cov"),
-        Curve("line", GREEN, "signal |G|²: squared norm of the true gradient", "gns/grad_sq",
-              outside="|G|² estimated at or below 0: not yet distinguishable from 0"),
-    ),
-    {
-        "noise tr Σ": written("gns/trace_cov"),
-        "signal |G|²": written("gns/grad_sq"),
-    },
-    "log",
-    height=340,
-)  # fmt: skip
-
 _NORM_TEXT = (
     "The norm of the whole gradient of each optimizer step, over all ranks, before clipping. Each point is the mean "
     "since the previous reading. A clip scales a gradient down to its threshold."
 )
-_NORM = (
-    Panel(
-        "Gradient norm",
-        (
-            Curve("line", BLUE, "gradient norm before clipping", "grad/norm"),
-            Curve("dashed", ORANGE, "threshold of the clip", "grad/max_norm"),
-        ),
-        {
-            "gradient norm": written("grad/norm"),
-            "threshold": written("grad/max_norm"),
-        },
-    ),
-    Panel(
-        "Clipped windows",
-        (
-            Curve("line", ORANGE, "share of windows that were clipped", "grad/clip_fraction"),
-            Curve("band", ORANGE, "", lambda r: 0.0, "grad/clip_fraction", alpha=0.2),
-        ),
-        {"clipped": written("grad/clip_fraction", percent)},
-        ends=(0.0, 1.0),
-        height=170,
-    ),
-    Panel(
-        "Norm of the update",
-        (Curve("line", GREEN, "norm of what a step changes in the parameters", "update/norm"),),
-        {"norm of the update": written("update/norm")},
-        height=200,
-    ),
-)
 
 
-def value_panel(name: str, metric: Mapping[str, str] | None = None) -> Panel:
-    """One value over the run under its own name.
+def value_panel(name: str, metrics: Mapping[str, Description]) -> Panel:
+    """One value over the run under its own name, with its interval if it has one.
 
     Args:
         name: of the value.
-        metric: its unit and meaning, for a metric that is declared.
+        metrics: unit and meaning of those that are declared.
     """
-    label, meaning = shorten(name), ""
-    if metric:
-        label, meaning = f"{label} ({metric['unit']})", metric["meaning"]
-    return Panel(label, (Curve("line", INK, meaning, name),), {"value": lambda r: number(r.metrics.get(name), 4)})
+    label, metric = shorten(name), metrics.get(name)
+    curve = Curve("line", INK, metric.meaning if metric else "", name)
+    return Panel(
+        f"{label} ({metric.unit})" if metric else label,
+        curves=interval_curves(name, curve) if f"{name}_low" in metrics else (curve,),
+        hover={"value": lambda reading: number(reading.metrics.get(name), 4)},
+    )
 
 
 def values_section(run: Run, readings: Sequence[AnyReading], axis: TimeAxis, what: str, absent: str = "") -> Section:
@@ -228,7 +188,7 @@ def values_section(run: Run, readings: Sequence[AnyReading], axis: TimeAxis, wha
     if hidden := [shorten(name) for name in names[MAX_VALUES:]]:
         text += f" {plural(len(hidden), 'more value')} in the log: {', '.join(hidden[:10])}"
         text += ", …" if len(hidden) > 10 else "."
-    plots = [draw_panels([value_panel(name)], readings, axis, "") for name in names[:MAX_VALUES]]
+    plots = [draw_panels([value_panel(name, {})], readings, axis, "") for name in names[:MAX_VALUES]]
     is_alone = [name.lower() for name in names] == [what.lower()]
     return Section(what if is_alone else f"{what} and other logged values", text, tuple(plots))
 
@@ -241,9 +201,10 @@ def declared_sections(run: Run) -> list[Section]:
     for declared in run.sections:
         plots = []
         for name in declared.metrics:
-            if known := [r for r in readings if r.metrics.get(name) is not None]:
+            numbers = (name, f"{name}_low") if f"{name}_low" in run.metrics else (name,)
+            if known := [r for r in readings if any(r.metrics.get(of) is not None for of in numbers)]:
                 axis = TimeAxis.of(known, run.probe("reading").unit)
-                plots.append(draw_panels([value_panel(name, run.metrics.get(name))], known, axis, ""))
+                plots.append(draw_panels([value_panel(name, run.metrics)], known, axis, ""))
         content = tuple(plots) or ("None of these metrics was known in this run.",)
         sections.append(Section(declared.title, declared.text, content))
     return sections
@@ -348,7 +309,7 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
     if all(group.status == "unresolved" for group in groups):
         return "No group of parameters has a known noise scale yet: measure more windows."
     batch, _ = logged_batch(reading.metrics, unit)
-    overall = reading.metrics.get("gns/b_simple") if reading.status == "resolved" else None
+    overall = reading.now.ratio
     shown = [v for v in (batch, overall, *(v for g in groups for v in (g.b_simple, g.low))) if v]
     x = scale_for([*shown, *reachable([g.high for g in groups if g.high is not None], shown)], "log")
     y, is_tall = Scale("linear", len(groups) - 0.3, -0.7), len(groups) > _TALL  # downwards: the first group on top
