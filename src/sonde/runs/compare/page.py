@@ -26,7 +26,6 @@ from sonde.runs.report.figures import (
 )
 from sonde.runs.report.how_measured import MAX_TEXT, Row
 from sonde.runs.report.page import check_target, whole_page, write_in_one_step
-from sonde.stats.columns import GREY
 from sonde.wording import number, plural
 
 _N_TEXTS = 120
