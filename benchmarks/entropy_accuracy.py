@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import sonde
 from sonde.demos.arithmetic.run import COMPLETIONS, EntropyDemoOptions, make_trainer
+from sonde.parallel.model_state import preserve_training_state, seed_everything
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.optimizer_step import forecast_step, taken
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.importance import resampled_change
 

@@ -29,9 +29,9 @@ from sonde.demos.arithmetic.run import COMPLETIONS, EntropyDemoOptions, make_tra
 from sonde.integrations import trl as integration
 from sonde.integrations.guarded import WrappedMethods
 from sonde.integrations.trl_rollouts import TrlRollouts
+from sonde.parallel.model_state import preserve_training_state, seed_everything
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 
 TARGET = 1.0
 """Nats a token."""

@@ -9,10 +9,10 @@ from typing import get_args
 from evidence.analysis import factors, quantile, resolved, which_law
 from evidence.tasks import OPTIMIZERS, make_optimizers, perceptron
 from evidence.work import Store
-from sonde.batch_size.optimizers import kind_of
 from sonde.batch_size.taps.metric import MetricName
 from sonde.decision import proxy
 from sonde.decision.proxy import Factor
+from sonde.parallel.unwrap import kind_of
 
 MODULE = Path(proxy.__file__)
 PAGE = Path(__file__).parent.parent / "docs" / "batch-size.md"

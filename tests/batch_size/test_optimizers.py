@@ -13,9 +13,9 @@ from torch import nn
 
 import sonde
 from sonde.batch_size.last_words import decision_of
-from sonde.batch_size.optimizers import kind_of, settings_of
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS
 from sonde.decision.proxy import FACTORS, OF_BRANCHES, PUBLISHED
+from sonde.parallel.unwrap import kind_of, settings_of
 from sonde.runs.facts import facts_of_run
 from tests.batch_size.loops import attached, batch, mean_loss
 

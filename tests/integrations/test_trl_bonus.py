@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 from transformers import TrainerCallback  # noqa: E402
 
 from sonde.integrations import trl as integration  # noqa: E402
+from sonde.parallel.model_state import preserve_training_state  # noqa: E402
 from sonde.policy.scoring.scorer import Scorer  # noqa: E402
 from sonde.policy.scoring.token_statistics import CausalLMStatistics  # noqa: E402
-from sonde.policy.scoring.training_state import preserve_training_state  # noqa: E402
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
 

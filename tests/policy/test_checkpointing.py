@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sonde.contrib.hold_entropy import HoldEntropy
+from sonde.parallel.model_state import is_checkpointing
 from sonde.policy.entropy_change import EntropyChangeProbe
 from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import is_checkpointing
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[trl]'")
 

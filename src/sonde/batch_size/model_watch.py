@@ -21,7 +21,7 @@ from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.units import as_vector
 from sonde.parallel.devices import exact_bits
-from sonde.parallel.gathered import shown_after_forward
+from sonde.parallel.placements import shown_after_forward
 from sonde.parallel.unwrap import Inventory, parameters_of
 from sonde.parallel.wrappers import Wrapper, clean_name, lowest_precision
 from sonde.wording import plural, some_of

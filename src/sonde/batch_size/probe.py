@@ -25,7 +25,6 @@ from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all
 from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
-from sonde.batch_size.optimizers import kind_of
 from sonde.batch_size.pace import Cost, Pace
 from sonde.batch_size.pieces import NOT_COUNTED, DeclaredPiece, LoopPieces, Units, UnitsOfPieces
 from sonde.batch_size.setup import (
@@ -52,7 +51,7 @@ from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order
 from sonde.log.sinks import BRANCH_LOSS
 from sonde.parallel.placements import is_partial, local_tensor
 from sonde.parallel.process_groups import holds_on_all, n_summed
-from sonde.parallel.unwrap import Optimizers
+from sonde.parallel.unwrap import Optimizers, kind_of
 from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
 from sonde.stats.columns import Columns

@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from sonde.batch_size.optimizers import kind_of, settings_of
 from sonde.config import ProbesConfig, probes_from_config
 from sonde.contrib.hold_entropy import HoldEntropy
+from sonde.parallel.model_state import preserve_training_state, seed_everything
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
-from sonde.parallel.unwrap import unwrap_optimizer
+from sonde.parallel.unwrap import kind_of, settings_of, unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe, ForecastPace
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
@@ -27,7 +27,6 @@ from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import CausalLMStatistics
-from sonde.policy.scoring.training_state import preserve_training_state, seed_everything
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.records import LogOrPlaces, RunLog, log_of, logger

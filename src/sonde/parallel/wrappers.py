@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from sonde.parallel.data_ranks import DataRanks, ExpertRanks, check_whole_mesh, data_ranks, find_experts
-from sonde.parallel.gathered import gathered_parameters, reduction_dtypes
-from sonde.parallel.placements import check_mesh, is_dtensor, ranks_of
+from sonde.parallel.placements import check_mesh, gathered_parameters, is_dtensor, ranks_of, reduction_dtypes
 from sonde.parallel.process_groups import check_group, group_of_mesh
 from sonde.parallel.refused_models import refuse_hidden_gradients, refuse_inner_module
 from sonde.parallel.unwrap import Optimizers, given_optimizers, parameters_of

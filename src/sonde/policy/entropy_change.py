@@ -16,6 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.gradient_norm.fused_clip import scale_in_step
+from sonde.parallel.model_state import (
+    is_checkpointing,
+    preserve_training_state,
+    seed_everything,
+    set_evaluation_mode,
+)
 from sonde.parallel.process_groups import check_group, data_parallel_group, gather_from_all_ranks, together
 from sonde.parallel.unwrap import check_grad_scaler, loss_scale, unwrap_optimizer
 from sonde.policy.entropy_checks import (
@@ -38,12 +44,6 @@ from sonde.policy.scoring.optimizer_step import Direction, taken, why_no_forecas
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import as_statistics
-from sonde.policy.scoring.training_state import (
-    is_checkpointing,
-    preserve_training_state,
-    seed_everything,
-    set_evaluation_mode,
-)
 from sonde.policy.stats.columns import OF_FORECAST, OF_TRAINER
 from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.console import stack_level
+from sonde.parallel.model_state import can_checkpoint
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import digest, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -21,7 +22,6 @@ from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.rollouts import Rollouts, mask_doubt
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.scoring.token_statistics import check_scorable
-from sonde.policy.scoring.training_state import can_checkpoint
 
 _OUTSIDE_AT_MOST = 0.02
 """Part of the sampled tokens that may lie outside the truncated policy: a sampler of 16 bits rounds at the edge."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch import nn
 
+from sonde.parallel.model_state import preserve_training_state
 from sonde.parallel.process_groups import (
     check_group,
     data_parallel_group,
@@ -20,7 +21,6 @@ from sonde.policy.entropy_checks import check_is_model
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable
-from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.columns import OF_ENTROPY
 from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
 from sonde.probe import Partners

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sonde.batch_size.stats.noise_scale import effective_units
+from sonde.parallel.model_state import preserve_training_state
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.process_groups import check_group, gather_from_all_ranks, together
 from sonde.parallel.refused_models import refuse_hidden_gradients
@@ -24,7 +25,6 @@ from sonde.policy.scoring.prompt_norms import PromptRanks, nested_norms, prompt_
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable, checked_scores
-from sonde.policy.scoring.training_state import preserve_training_state
 from sonde.policy.stats.columns import OF_PROMPTS
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
 from sonde.probe import Partners

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sonde.batch_size.stats.better_known import what_helps, windows_needed
+from sonde.batch_size.stats.averages import what_helps, windows_needed
 
 BARELY = 0.45
 """Standard error of log B at which |G|² is just distinguished from 0."""

@@ -82,7 +82,7 @@ OF_INTERVAL: Columns = {
 }
 """Numbers of the windows since the reading before."""
 METRICS: Columns = {**OF_READING, **OF_WINDOWS, **OF_INTERVAL}
-_NOW = (NOISE_SCALE, f"{NOISE_SCALE}_low", f"{NOISE_SCALE}_high")
+_NOW = (NOISE_SCALE, *("_".join((NOISE_SCALE, end)) for end in ("low", "high")))
 OF_EACH_UNIT: Columns = {name: METRICS[name] for name in (*_NOW, BATCH)}
 """What is logged in every unit that pieces are counted in."""
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sonde.batch_size.stats.averages import FixedWeights, WindowsOfRun
-from sonde.batch_size.stats.better_known import what_helps, windows_needed
+from sonde.batch_size.stats.averages import FixedWeights, WindowsOfRun, what_helps, windows_needed
 from sonde.batch_size.stats.dependence import Dependence
 from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.batch_size.stats.reading import Coverage, NoiseScaleReading, Series, group_reading

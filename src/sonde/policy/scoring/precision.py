@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sonde.parallel.gathered import fsdp_groups, fsdp_states
-from sonde.parallel.placements import is_fully_sharded, reshard
+from sonde.parallel.placements import fsdp_groups, fsdp_states, is_fully_sharded, reshard
 
 Precision = Literal["float32", "model"]
 """In which arithmetic responses are scored: in 32 bits at least, or as the model computes."""

@@ -22,9 +22,8 @@ from sonde.batch_size.taps.shared_pieces import CutGradients
 from sonde.gradient_norm.clip import measure_and_clip
 from sonde.gradient_norm.plan import NormPlan
 from sonde.parallel.data_ranks import DataRanks
-from sonde.parallel.gathered import gathered_parameters
 from sonde.parallel.model_state import preserve_gradients
-from sonde.parallel.placements import is_dtensor, is_fully_sharded, local_tensor, stage_ranks
+from sonde.parallel.placements import gathered_parameters, is_dtensor, is_fully_sharded, local_tensor, stage_ranks
 from sonde.parallel.process_groups import gather_from_all_ranks, group_over, start_reduce
 from sonde.parallel.wrappers import find_wrapper
 from sonde.policy.scoring.summed_gradient import (

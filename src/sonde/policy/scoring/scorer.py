@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sonde.parallel.model_state import checkpointing
 from sonde.parallel.placements import is_fully_sharded, reshard
 from sonde.parallel.process_groups import Tokens, gather_from_all_ranks, start_reduce
 from sonde.parallel.unwrap import unwrap_model
@@ -28,7 +29,6 @@ from sonde.policy.scoring.precision import (
 from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.summed_gradient import summed_gradient
 from sonde.policy.scoring.token_statistics import checked_scores
-from sonde.policy.scoring.training_state import checkpointing
 from sonde.policy.stats.entropy_gradient import Along, Coefficients, Responses, along_tokens
 
 T = TypeVar("T")

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sonde.parallel.gathered import fsdp_groups
 from sonde.parallel.model_state import preserve_gradients
-from sonde.parallel.placements import is_fully_sharded
+from sonde.parallel.placements import fsdp_groups, is_fully_sharded
 from sonde.policy.scoring.optimizer_step import Direction
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
