@@ -27,7 +27,7 @@ def test_help_lists_commands_and_options(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["report", "--help"]) == 0
     report = capsys.readouterr().out
     assert all(text in commands for text in ("demo", "report", "--version"))
-    for option in ("--steps N", "--ranks N", "--batch N", "--out FOLDER", "(default: 16 per rank)"):
+    for option in ("--steps N", "--ranks N", "--batch N", "--out FOLDER", "16 per rank)"):
         assert option in demo
     assert "--out FILE" in report
     assert "{None}" not in demo + report
@@ -46,7 +46,7 @@ def test_demo_refuses_options_and_folders_before_it_writes(
     (tmp_path / "mine.txt").write_text("precious")
     for options, said in (
         (
-            ["--device", "cpu", "--batch", "30"],
+            ["--batch", "30"],
             "must be a multiple of ranks × micro-batches = 2 × 2, got 30: pass --ba",
         ),
         (["--steps", "0"], "steps must be at least 1, got 0"),

@@ -29,9 +29,12 @@ def is_private(name: object) -> bool:
 def mentioned(tree: ast.AST) -> Iterator[str]:
     """Private names that a file takes from somewhere: attributes, imports, keywords of a call, and strings as in
     `getattr(x, "_spec")`."""
+    ends = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
+        elif id(node) in ends:  # the end of a name, as in f"{name}_low"
+            continue
         elif isinstance(node, ast.ImportFrom):
             yield from (node.module or "").split(".")
             yield from (alias.name for alias in node.names)

@@ -184,16 +184,16 @@ class RunLog(RecordWriter):
         if sections:
             described["sections"] = [asdict(section) for section in sections]
         if self._has_begun:
-            self._hand_over({"kind": "probe", "time": time.time(), **described}, raises=raises)
+            self.hand_over({"kind": "probe", "time": time.time(), **described}, raises=raises)
         else:
             versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
             header = {"kind": "header", "time": time.time(), "schema": SCHEMA, "run": self.run, **described}
-            self._begin_here()
+            self.begin_here()
             try:
-                self._hand_over({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
+                self.hand_over({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
             except Exception:  # a log without its header is no log
                 self._has_ended = True
-                self._close_sinks()
+                self.close_sinks()
                 raise
             self._has_begun = True
         self._metrics |= dict.fromkeys(metrics, writes)
@@ -264,7 +264,7 @@ class RunLog(RecordWriter):
         self._has_ended = True
         self._own = {}
         self.write("end", window=window, reason=reason)
-        self._close_sinks()
+        self.close_sinks()
 
 
 _made_up: set[Path] = set()

@@ -137,19 +137,20 @@ class RecordWriter:
 
     def write(self, kind: str, **content: object) -> None:
         """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
-        self._hand_over({"kind": kind, "time": time.time(), **content})
+        self.hand_over({"kind": kind, "time": time.time(), **content})
 
-    def _begin_here(self) -> None:
+    def begin_here(self) -> None:
         """From now on, this process writes, if it is the first rank's."""
         self._is_first_rank, self._pid = self.is_first_rank, os.getpid()
 
-    def _hand_over(self, record: Mapping[str, object], *, raises: bool = False) -> None:
+    def hand_over(self, record: Mapping[str, object], *, raises: bool = False) -> None:
         """Hand one record to the sinks; `raises`: raise what a sink raises that must begin."""
         if self._may_write:
             for sink in self._sinks:
                 sink.write(record, raises=raises)
 
-    def _close_sinks(self) -> None:
+    def close_sinks(self) -> None:
+        """Close the sinks."""
         if self._may_write:
             for sink in self._sinks:
                 sink.close()

@@ -151,7 +151,9 @@ def test_a_script_that_ends_without_close_leaves_a_whole_log_and_says_its_readin
     with Python("-c", NEVER_CLOSED, str(tmp_path / "run"), folder=tmp_path) as python:
         ended = python.wait()
     assert (ended.status, ended.out) == (0, "")
-    assert re.fullmatch(r"sonde: B_simple .* rows.*, .* over the run, batch 12, 8 windows", ended.err.splitlines()[-1])
+    assert re.fullmatch(
+        r"sonde: B_simple .* rows.*, .* over the run, batch 12 rows, 8 windows", ended.err.splitlines()[-1]
+    )
     run = sonde.read_run(tmp_path / "run")
     assert run.readings[-1].window == 8
     assert run.ended == "the process ended without probe.close()"

@@ -7,6 +7,7 @@ in every cut besides. The mutants at the end break a tap on purpose. Each must b
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,7 +132,8 @@ CHANGES_TRAINING: list[tuple[Mutant, Loop]] = [
             "buffer.div_(n_ranks)",
             "buffer.mul_(1.0 / n_ranks)",
         ),
-        OF_THREE["buckets, a sparse gradient"],
+        # Few numbers of a sparse gradient round otherwise; which ones do depends on the processor.
+        replace(OF_THREE["buckets, a sparse gradient"], windows=40),
     ),
     (
         Mutant(

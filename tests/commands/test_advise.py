@@ -59,8 +59,9 @@ def test_the_table_is_that_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixt
         assert plan["units"]["middle"] == pytest.approx(steps * plan["batch"])
         assert plan["batch"] == plan["ranks"] * plan["accumulation"] * plan["micro_batch"]
     now = for_run["present"]
-    assert now["seconds"]["middle"] == pytest.approx(600 * 64 / 120)  # at 120 units a second
-    assert now["money"]["middle"] == pytest.approx(600 * 64 / 120 / 3600 * 12)
+    step = 64 / 120 - 0.0021  # at 120 units a second, of which sonde took 2.1 ms a step
+    assert now["seconds"]["middle"] == pytest.approx(600 * step)
+    assert now["money"]["middle"] == pytest.approx(600 * step / 3600 * 12)
     from_here_on = found["advice"]["from here on"]
     assert from_here_on["scope"]["factor"]["median"] == OF_BRANCHES[ADAMW].median
     assert from_here_on["present"]["steps"]["middle"] == 1000
@@ -77,7 +78,8 @@ def test_every_page_says_the_same_decision(tmp_path: Path, capsys: pytest.Captur
         assert said in visible_text(write_report(Path(folder))).replace("\N{NO-BREAK SPACE}", " ")
         console = Console(file=io.StringIO(), width=1000)
         console.print(terminal_view([FollowedRun(Path(folder))], console))
-        assert said in console.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")  # type: ignore[attr-defined]
+        watched = console.file.getvalue().replace("\N{NO-BREAK SPACE}", " ")  # type: ignore[attr-defined]
+        assert said.partition(": ")[2] in watched  # after the badge, its words are not said again
         assert main(["advise", folder]) == 0
         out = " ".join(capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").split())
         assert out.startswith(said)

@@ -33,7 +33,7 @@ def test_no_number_is_cut_in_a_narrow_terminal_and_in_a_file(
     assert f"{n} runs side by side" in (tmp_path / "page.html").read_text()
     found, out = read_runs(runs), re.sub("\x1b.*?m", "", capsys.readouterr().out)
     rows = [*run_rows(found), *beside_rows(found), *reached_rows(found), *setting_rows(found, 60)][1:]
-    assert out.startswith("Keep the batch of ")
+    assert out.startswith(("Keep the batch of ", "Time it first: a batch of "))
     flat = " ".join(out.split())
     assert [cell for row in rows for cell in row if " ".join(cell.split()) not in flat and "/" not in cell] == []
     tables = out.split("\n\nrun ")[1].split("\n\npage ")[0]

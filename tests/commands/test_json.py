@@ -12,6 +12,7 @@ import pytest
 
 from sonde.cli import main
 from sonde.runs.reader import read_run
+from sonde.version import __version__
 from tests.runs.compare.plausible_runs import write_plausible
 from tests.runs.report.plausible_policy import write_policy_run
 from tests.runs.report.plausible_run import header_record, reading_record, with_metrics, write_run, written
@@ -59,9 +60,11 @@ def test_a_run_is_the_same_object_in_each_command_and_advise_says_the_same(
     assert from_report["panels"][0]["tiles"][2]["value"] == "4"
     advised = printed(capsys, "advise", runs[0], "--json")
     advised.pop("remarks")
+    assert advised.pop("sonde") == __version__
     assert from_report["decision"] == advised
     together = printed(capsys, "advise", *runs, "--json")
     together.pop("remarks")
+    together.pop("sonde")
     assert printed(capsys, "compare", *runs, "--json")["decision"] == together
 
 

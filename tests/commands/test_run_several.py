@@ -151,7 +151,7 @@ def test_a_training_whose_first_batches_do_not_fit_into_memory(tmp_path: Path) -
     """The attempts that took no step leave nothing behind: one verdict, one log, in the folder that was asked for."""
     measured = check_untouched(OUT_OF_MEMORY + RETRIES, tmp_path)
     own = explicit(OUT_OF_MEMORY + "train(16)\n", tmp_path)
-    assert ", batch 16, 12 windows" in measured.err
+    assert ", batch 16 rows, 12 windows" in measured.err
     assert measured.err.count("sonde: B_simple") == 1
     assert "no step of" not in measured.err
     assert not measured.folder.with_name("log-2").exists()

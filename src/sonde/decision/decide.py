@@ -152,8 +152,8 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
         >>> from sonde.stats.intervals import RatioInterval
         >>> known = RatioInterval("resolved", 330.0, 520.0, ratio=410.0)
         >>> decide(Facts("images", 64.0, known, optimizer="SGD (β = 0.9)"), Wanted(ranks_at_most=8)).sentence
-        'From here on, take a batch of 512 images: it needs 22\N{NO-BREAK SPACE}% [15 – 47] of the steps and 1.8 \
-[1.2 – 3.7] times the images. On 8 ranks, it takes 22\N{NO-BREAK SPACE}% [15 – 47] of the time.'
+        'From here on, take a batch of 512 images: it needs 24\N{NO-BREAK SPACE}% [15 – 43] of the steps and 2 \
+[1.2 – 3.5] times the images. On 8 ranks, it takes 24\N{NO-BREAK SPACE}% [15 – 43] of the time.'
     """
     wanted = wanted or Wanted()
     trainer = trainer_named(wanted.trainer) if wanted.trainer else facts.trainer or "plain loop"

@@ -54,7 +54,7 @@ def shorten_apart(names: Sequence[str], longest: int) -> list[str]:
 
     Example:
         >>> shorten_apart(["sweep-of-rates-1e-3", "sweep-of-rates-3e-3"], 9)
-        ['…1e-3', '…3e-3']
+        ['swee…1e-3', 'swee…3e-3']
     """
     n_shared = _n_shared(names)
     for texts in (names, [f"…{name[n_shared:]}" for name in names]):

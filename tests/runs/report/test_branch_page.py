@@ -47,7 +47,8 @@ def test_a_measured_critical_batch(tmp_path: Path) -> None:
     assert (found.low or 0) > 50
     for fact in (
         f"Measured A batch size of up to {int(found.low or 0)} sequences needs at most 20 % more sequences than the "
-        f"reference, 16. The critical batch size is {in_words(found)} sequences, at a tolerance of 20 %.",
+        "reference, 16.",
+        f"The critical batch size is {in_words(found)} sequences, at a tolerance of 20 %.",
         f"The first half of the sequences alone would say {in_words(half)}. The two agree.",
         f"Batch size 64 {of_64.ratio:.2f}× {of_64.low:.2f} to {of_64.high:.2f}",
         f"64 0.002 {of_64.ratio:.2f}× ({of_64.low:.2f} to {of_64.high:.2f}) 3 of 3 ",

@@ -95,7 +95,7 @@ def test_runs_that_do_not_fit_have_a_line_each(tmp_path: Path, width: int) -> No
     if width >= 80:
         assert [line.split()[-4:] for line in lines[3:5]] == [["1", "189", "600", "576"], ["–", "217", "600", "1,728"]]
         assert [re.findall(r"\d\.\d{3}", line) for line in lines[1:4]] == [["1.712"], ["1.644"], ["1.720"]]
-    name = {58: "a lo…nt 2", 80: "a long na…eriment 2", 120: "a long name of experiment 2"}[width]
+    name = {58: "a lo…nt 2", 80: "a long nam…periment 2", 120: "a long name of experiment 2"}[width]
     assert lines[7].startswith(f"! {name}: All ranks")
 
 
