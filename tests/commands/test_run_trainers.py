@@ -83,7 +83,7 @@ def test_a_trainer_that_looks_for_a_batch_that_fits_into_memory(fit: int, tmp_pa
     assert same_weights(measured.weights, without.weights)
     said = [line for line in measured.err.splitlines() if "B_simple" in line]
     assert len(said) == 1
-    assert f", batch {rows}, {560 // rows} windows" in said[0]
+    assert f", batch {rows} examples, {560 // rows} windows" in said[0]
     folder = measured.folder.with_name("log-2") if fit else measured.folder
     assert measured.err.splitlines()[-1] == f"sonde: log     {folder}"
     assert sonde.read_run(folder).readings[-1].window == 560 // rows
