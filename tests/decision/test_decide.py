@@ -201,6 +201,34 @@ def test_a_batch_whose_statistics_enter_the_loss_is_not_cut_smaller() -> None:
     assert "Micro-batches are not made smaller: batch normalisation shares its statistics." in found.notes
 
 
+def test_no_batch_is_advised_below_what_the_loss_needs() -> None:
+    known = facts(64, 1.0, curve=tried((16, 0.010), (64, 0.040)))
+    found = decide(known)
+    assert found.kind == "smaller"
+    assert any("--least" in note for note in found.notes)
+    assert decide(known, Wanted(least=64)).kind == "keep"
+    least = decide(known, Wanted(least=32)).plan
+    assert least is not None
+    assert least.batch >= 32
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "said"),
+    [
+        ("SGD (β = 0.9)", [{"name": "SGD", "lr": 0.1, "momentum": 0.9}], ""),
+        ("", [], " Try rates for it: the log does not say the optimizer."),
+        ("Adagrad", [{"name": "Adagrad", "lr": 0.1}], " Try rates for it: no rule covers Adagrad."),
+    ],
+)
+def test_a_batch_without_a_rule_for_its_rate_is_said_to_be_so(
+    optimizer: str, settings: list[dict[str, Any]], said: str
+) -> None:
+    known = facts(64, 30_000.0, curve=FLAT)
+    found = decide(dataclasses.replace(known, optimizer=optimizer, settings=settings, branched=known.branched))
+    assert found.kind == "larger"
+    assert found.sentence.endswith(said or "from here on.")
+
+
 FLAT = tried((64, 0.010), (256, 0.012), (1024, 0.020), (4096, 0.080))
 NEARLY_FULL = tried((64, 0.010), (128, 0.012), (512, 0.060))
 WIDE = RatioInterval("resolved", 4.0, 30_000.0, ratio=350.0)

@@ -44,6 +44,7 @@ class AdviseOptions:
         cost_per_hour: Of all ranks of this run together, in any currency.
         units_per_second: Throughput of all ranks of this run together.
         ranks_at_most: Data-parallel ranks that the next run may use.
+        least: The smallest batch that the loss itself needs, as where advantages are normalised in each batch.
         batch: Say how to set this batch, in place of the best one.
         trainer: The trainer, such as transformers or Megatron.
         try_: Time the steps of the script after the two dashes at some sizes of {batch}, or {micro_batch}: sonde advise
@@ -58,6 +59,7 @@ class AdviseOptions:
     cost_per_hour: Annotated[float | None, arg(metavar="MONEY", help_behavior_hint="(optional)")] = None
     units_per_second: Annotated[float | None, arg(metavar="N", help_behavior_hint="(default: as logged)")] = None
     ranks_at_most: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: as many as it had)")] = None
+    least: Annotated[float | None, arg(metavar="UNITS", help_behavior_hint="(default: any)")] = None
     batch: Annotated[float | None, arg(metavar="UNITS", help_behavior_hint="(optional)")] = None
     trainer: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: as logged)")] = None
     try_: Annotated[bool, arg(name="try")] = False

@@ -16,7 +16,7 @@ from sonde.decision import words
 from sonde.decision.facts import RUN_LIKE_THIS, Facts, Scope
 from sonde.decision.law import Range
 from sonde.decision.plans import Plan, Present, plan_of, plans_of
-from sonde.decision.rate import RateRow, end_of_rule, rate_row
+from sonde.decision.rate import RateRow, end_of_rule, rate_row, why_no_rule
 from sonde.decision.time_curve import TimeCurve, Timing, nearly_whole
 from sonde.decision.trainers import SET_THEIR_RATES, in_trainer, trainer_named
 from sonde.wording import number
@@ -47,6 +47,7 @@ class Wanted:
         cost_per_hour: of all ranks of this run together.
         units_per_second: of all ranks of this run together; None: as logged.
         ranks_at_most: of the next run; None: as many as this one had.
+        least: of the next run's batch, as the loss itself may need; None: any.
         batch: say how to set this batch; None: the one that is decided on.
         trainer: its name; None: as logged.
     """
@@ -56,11 +57,12 @@ class Wanted:
     cost_per_hour: float | None = None
     units_per_second: float | None = None
     ranks_at_most: int | None = None
+    least: float | None = None
     batch: float | None = None
     trainer: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("budget", "cost_per_hour", "units_per_second", "ranks_at_most", "batch"):
+        for name in ("budget", "cost_per_hour", "units_per_second", "ranks_at_most", "least", "batch"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {value:g}")
@@ -176,7 +178,7 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
     return Decision(
         kind,
         words.BADGES[kind],
-        words.sentence(facts, advice),
+        words.sentence(facts, advice) + _of_rate(facts, trainer, lead),
         words.reason(facts, advice),
         words.command(kind, log, facts),
         facts.wait if kind == "keep" and lead.may_be_better else "",
@@ -199,6 +201,8 @@ def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
     again = plan_of(present, now.whole_batch, critical)  # the same batch, in other micro-batches or on other ranks
     if again is not None and again.whole_batch == now.whole_batch:
         others.append(again)
+    if wanted.least is not None:
+        others = [plan for plan in others if plan.batch >= wanted.least]
     if wanted.aim == "fastest" and not present.has_clock:
         raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
     if wanted.budget is not None:
@@ -295,6 +299,14 @@ def _how(facts: Facts, trainer: str, plan: Plan, asked: float | None) -> tuple[s
         return how
     said = f"{asked:,.15g} does not split well into ranks and micro-batches: this sets {plan.whole_batch:,}"
     return (said, *how)
+
+
+def _of_rate(facts: Facts, trainer: str, lead: Advice) -> str:
+    """That the advised batch needs a rate that no rule gives; empty where one does."""
+    if lead.best is None or lead.best.whole_batch == lead.present.whole_batch or trainer in SET_THEIR_RATES:
+        return ""
+    why = [why for group in facts.settings if (why := why_no_rule(group))] or [""] * bool(facts.optimizer)
+    return words.without_rate(next(iter(why), "the log does not say the optimizer"))
 
 
 def _rates(facts: Facts, trainer: str, plan: Plan, scope: Scope) -> tuple[RateRow, ...]:

@@ -13,6 +13,8 @@ from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
 
 RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"
 """What a decision is about."""
+_OF_PLAY = ("steps", "timesteps", "transitions", "frames")
+"""Units of losses over an agent's play, such as PPO's."""
 STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
 
@@ -172,6 +174,7 @@ def facts_of(
     metrics: Mapping[str, float | None],
     setup: Mapping[str, Any],
     *,
+    unit: str,
     now: RatioInterval,
     window: int,
     pieces: float | None,
@@ -182,6 +185,7 @@ def facts_of(
 
     Args:
         metrics: of the reading.
+        unit: plural name of the unit.
         setup: of the probe.
         now: the noise scale now.
         window: optimizer steps so far.
@@ -195,8 +199,10 @@ def facts_of(
     batch_norms = (
         "batch normalisation shares its statistics among the rows of one, and another size would change the loss itself"
     )
+    advantages = "advantages are mostly normalised over the batch of one, and another size would change the loss itself"
     return Facts(
-        batch=batch,
+        unit,
+        batch,
         now=now,
         average=logged_interval(metrics, "gns/b_simple_average") if trains else _NOTHING,
         effective=metrics.get("gns/effective_units"),
@@ -208,7 +214,7 @@ def facts_of(
         metric=str(setup.get("metric") or "euclidean").split(", ")[0],
         ranks=int(setup.get("ranks") or 1),
         pieces=float(pieces or 1) if trains else 1.0,  # windows at fixed weights are no batches
-        needs_batch=batch_norms if setup.get("batch_norms") else "",
+        needs_batch=batch_norms if setup.get("batch_norms") else advantages if unit in _OF_PLAY else "",
         trainer=str(setup.get("trainer") or ""),
         tokens=tokens / batch if tokens and batch else None,
         units_seen=metrics.get("run/units_seen") or 0.0,

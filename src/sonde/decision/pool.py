@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts
-from sonde.decision.time_curve import TimeCurve
+from sonde.decision.time_curve import TimeCurve, nearly_whole
 from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import count, duration, interval, number, units
 
@@ -103,7 +103,7 @@ def _notes(runs: Sequence[Facts], base: Facts, known: Sequence[RatioInterval]) -
     if len(reached) == len(runs):
         loss = number(reached[0][1].loss, 4) if reached[0][1] else ""
         parts = (
-            f"{each.name} at {units(each.batch or 1.0, each.unit)}: {count(found.steps)} steps"
+            f"{each.name} at {units(nearly_whole(each.batch or 1.0), each.unit)}: {count(found.steps)} steps"
             + ("" if found.seconds is None else f", {duration(found.seconds)}")
             for each, found in reached
         )

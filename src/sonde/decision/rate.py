@@ -69,7 +69,7 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
     name, lr, is_adam = str(group["name"]), group.get("lr"), group["name"] in _ADAM
     if batch == present:
         return RateRow(name, batch, (), "The batch is kept, so keep the settings.")
-    if why := _why_none(group):
+    if why := why_no_rule(group):
         return RateRow(name, batch, (), f"The rate is not known: {why}.")
     end, said = end_of_rule([group], present), []
     if batch >= end:
@@ -98,11 +98,11 @@ def end_of_rule(settings: Sequence[Mapping[str, Any]], present: float) -> float:
         settings: of each group.
         present: units of one optimizer step.
     """
-    ends = [1 - min(group["betas"]) for group in settings if group["name"] in _ADAM and not _why_none(group)]
+    ends = [1 - min(group["betas"]) for group in settings if group["name"] in _ADAM and not why_no_rule(group)]
     return present / round(max(ends), 12) if ends else math.inf
 
 
-def _why_none(group: Mapping[str, Any]) -> str:
+def why_no_rule(group: Mapping[str, Any]) -> str:
     """Why no rule covers an optimizer with its options; empty where one does."""
     name, options = str(group["name"]), [flag for flag in ("amsgrad", "dampening") if group.get(flag)]
     if name == "Adam" and group.get("weight_decay") and not group.get("decoupled_weight_decay"):

@@ -9,6 +9,7 @@ from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts, Scope
 from sonde.decision.law import Range
 from sonde.decision.plans import Plan
 from sonde.decision.proxy import PUBLISHED, factor_in_words
+from sonde.decision.time_curve import nearly_whole
 from sonde.wording import in_units, number, percent, units
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ BADGES: Mapping[Kind, str] = {
 
 def of_waiting(facts: Facts) -> tuple[str, str, str, str]:
     """The sentence, the reason, the next command and what to wait for, where nothing can be decided yet."""
-    size = "" if facts.batch is None else f" on the batch of {units(facts.batch, facts.unit)}"
+    size = "" if facts.batch is None else f" on the batch of {units(nearly_whole(facts.batch), facts.unit)}"
     trains = "Train on" if facts.n_steps is not None else "Measure on"
     wait = facts.wait if facts.wait and facts.batch is not None else ""
     then = f"{wait[:1].upper()}{wait[1:]}" if wait else trains if facts.batch is not None else "Pass batch="
@@ -53,6 +54,11 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
     if here is None or here.best is None:
         return f"{said}."
     return f"{said}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
+
+
+def without_rate(why: str) -> str:
+    """That a rate is to be found by trying, and why; empty where a rule gives it."""
+    return f" Try rates for it: {why}." if why else ""
 
 
 def _taken(plan: Plan, now: Plan, unit: str) -> str:
@@ -131,7 +137,7 @@ def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_a
         yield (
             f"A smaller batch is right only if the loss of one of the {facts.unit} does not depend on the others in "
             "its micro-batch. It does where advantages are normalised in each minibatch, with batch normalisation, and "
-            "in contrastive losses."
+            "in contrastive losses: pass --least N, the smallest batch that such a loss needs."
         )
     if any(each.basis == "modelled" for each in lead.plans):
         yield "Times on other numbers of ranks are modelled: ranks wait for nothing."

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sonde.batch_size.stats.reading import in_percent
 from sonde.decision.decide import Advice, Decision, decide
 from sonde.decision.law import Range
+from sonde.decision.time_curve import nearly_whole
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
 from sonde.runs.facts import facts_of_run
@@ -152,7 +153,7 @@ def _batch_tiles(last: Reading, unit: str, found: Advice | None) -> Iterator[Til
         further = f"; single steps scatter about it by {number(math.exp(scatter), 2)} times at most"
     yield _noise_scale_tile("Noise scale now", last.now, unit, further=further)
     yield _noise_scale_tile("Average over the run", last.average, unit)
-    yield Tile("Batch size", "–" if batch is None else units(batch, "").strip(), f"{unit} per step")
+    yield Tile("Batch size", "–" if batch is None else units(nearly_whole(batch), "").strip(), f"{unit} per step")
     critical = None if found is None else found.scope.critical
     used = f"{unit[:1].upper()}{unit[1:]} used"
     for name, title in (("steps", "Steps"), ("examples", used)):
