@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.advice_training import LOOKS, OPTIMIZERS, TASKS
 from benchmarks.machine import page
+from sonde.runs.facts import TRIAL_NAME
 
 SEEDS = 3
 TIMES = (0.25, 4.0, 16.0)
@@ -100,22 +101,31 @@ def settings_of(found: Mapping[str, Any], optimizer: str) -> list[str]:
     return options
 
 
-def case_of(task: str, optimizer: str, seed: int) -> dict[str, Any]:
-    """Everything that one case shows."""
+def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Everything that one case shows.
+
+    Args:
+        task: by name.
+        optimizer: likewise.
+        seed: of weights and data.
+        curve: the time curve of another seed's trial; None to try.
+    """
     case, batch = ("--task", task, "--optimizer", optimizer, "--seed", seed), TASKS[task].batch
     with tempfile.TemporaryDirectory() as folder:
         place, log = Path(folder), Path(folder) / "log"
         reference = trained(case, place, "--log", log)
         target = smooth(reference["losses"])[-1][1]
         advise = [sys.executable, "-m", "sonde", "advise", str(log), "--json"]
-        decision = json.loads(run([*advise, "--try", "--", *script(*case, "--batch", "{batch}", "--steps", 10**6)]))
+        tries = ["--try", "--", *script(*case, "--batch", "{batch}", "--steps", 10**6)]
+        if curve is not None:
+            (log / TRIAL_NAME).write_text(json.dumps(curve))
+        decision = json.loads(run([*advise, *(tries if curve is None else ())]))
         tried = [batch, *(max(round(batch * factor), 1) for factor in TIMES)]
         plan = decision["plan"]
         advised = batch if plan is None else round(plan["batch"])
         result: dict[str, Any] = {"task": task, "optimizer": optimizer, "seed": seed, "target": target}
         result |= {"kind": decision["kind"], "sentence": decision["sentence"], "advised": advised, "batches": {}}
         result["reference_loss"] = statistics.median(loss for _, loss in reference["losses"][-SMOOTHED:])
-        step_time = {t["micro_batch"]: t["seconds"] for t in decision["facts"]["curve"]["timings"]}
         for size in dict.fromkeys([*tried, advised]):
             found = json.loads(run([*advise, "--batch", str(size)]))
             said = next(iter(found["advice"].values()))
@@ -136,7 +146,7 @@ def case_of(task: str, optimizer: str, seed: int) -> dict[str, Any]:
             if size == advised and size != batch:
                 ended = trained(case, place, "--batch", size, "--steps", round(middle), *options)
                 result["advised_loss"] = statistics.median(loss for _, loss in ended["losses"][-SMOOTHED:])
-        result["trial"] = step_time
+        result["curve"] = json.loads((log / TRIAL_NAME).read_text())
     return result
 
 
@@ -183,6 +193,11 @@ def judged(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from rows
 
 
+def curve_among(kept: Sequence[Mapping[str, Any]], task: str, optimizer: str) -> Mapping[str, Any] | None:
+    """The time curve of a case's first trial: another seed trains the same model."""
+    return next((r["curve"] for r in kept if (r["task"], r["optimizer"]) == (task, optimizer)), None)
+
+
 def main() -> None:
     """Train what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -196,11 +211,11 @@ def main() -> None:
     done = {(r["task"], r["optimizer"], r["seed"]) for r in kept}
     cases = [
         case
-        for case in itertools.product(TASKS, OPTIMIZERS, range(options.seeds))
-        if case not in done and (not options.only or f"{case[0]}-{case[1]}" in options.only)
+        for seed, *kind in itertools.product(range(options.seeds), TASKS, OPTIMIZERS)
+        if (case := (*kind, seed)) not in done and (not options.only or "-".join(kind) in options.only)
     ]
     with ThreadPoolExecutor(options.jobs) as pool, file.open("a") as out:
-        for result in pool.map(lambda case: case_of(*case), cases):
+        for result in pool.map(lambda case: case_of(*case, curve_among(kept, *case[:2])), cases):
             out.write(json.dumps(result) + "\n")
             out.flush()
             kept.append(result)

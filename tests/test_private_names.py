@@ -29,7 +29,7 @@ def is_private(name: object) -> bool:
 def mentioned(tree: ast.AST) -> Iterator[str]:
     """Private names that a file takes from somewhere: attributes, imports, keywords of a call, and strings as in
     `getattr(x, "_spec")`."""
-    ends = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    ends = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values[1:]}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
