@@ -210,12 +210,12 @@ def main() -> None:
     kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {(r["task"], r["optimizer"], r["seed"]) for r in kept}
     cases = [
-        case
-        for seed, *kind in itertools.product(range(options.seeds), TASKS, OPTIMIZERS)
-        if (case := (*kind, seed)) not in done and (not options.only or "-".join(kind) in options.only)
+        (task, optimizer, seed)
+        for seed, task, optimizer in itertools.product(range(options.seeds), TASKS, OPTIMIZERS)
+        if (task, optimizer, seed) not in done and (not options.only or f"{task}-{optimizer}" in options.only)
     ]
     with ThreadPoolExecutor(options.jobs) as pool, file.open("a") as out:
-        for result in pool.map(lambda case: case_of(*case, curve_among(kept, *case[:2])), cases):
+        for result in pool.map(lambda case: case_of(*case, curve_among(kept, case[0], case[1])), cases):
             out.write(json.dumps(result) + "\n")
             out.flush()
             kept.append(result)
