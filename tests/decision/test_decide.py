@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sonde.decision.decide import Advice, Aim, Decision, Wanted, decide
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts
 from sonde.decision.plans import Plan, Present
-from sonde.decision.rate import end_of_rule
 from sonde.decision.time_curve import TimeCurve, Timing
 from sonde.stats.intervals import RatioInterval, unresolved
 from tests.decision.known import ADAMW, SETTINGS, curves, ends_of, every_split, facts, powers, resolved, tried
@@ -61,7 +60,7 @@ def sure_plans(known: Facts, wanted: Wanted, advice: Advice) -> dict[float, floa
                 part = (1 + critical.middle / size) / (1 + critical.middle / now.batch)
                 likely = price * part * step.high / now.step_time
             costs.append((max(ends), likely))
-        if costs and min(costs)[0] < 1 and min(costs)[1] <= 0.9 and size < end_of_rule(known.settings, now.batch):
+        if costs and min(costs)[0] < 1 and min(costs)[1] <= 0.9:
             sure[size] = min(costs)[1]
     return sure
 
@@ -98,8 +97,7 @@ def test_a_decision_says_what_its_own_table_says(of: tuple[Facts, Wanted]) -> No
         assert found.kind == {-1: "smaller", 0: "reshape", 1: "larger"}[side(lead.best, lead.present)]
         assert f"{lead.best.whole_batch:,} rows" in found.sentence or "1 row" in found.sentence
     if found.kind == "keep" and of[1].aim == "fastest":
-        end = end_of_rule(of[0].settings, of[0].batch or 0)
-        assert [p for p in is_better if p.batch < end] == []
+        assert is_better == []
     assert ("no other" in found.sentence) == (found.kind == "keep")
 
 
@@ -347,16 +345,6 @@ def test_nothing_is_fastest_and_nothing_is_priced_without_a_clock() -> None:
 def test_what_cannot_be_wanted_is_refused(wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Wanted(**wanted)
-
-
-def test_no_batch_beyond_the_end_of_the_optimizers_rule_is_advised() -> None:
-    """A step of AdamW with β₁ = 0.9 remembers 10 steps: from 640 on there is no rate."""
-    flat = tried(*((64 * 4.0**k, 0.01) for k in range(5)))
-    ends = [
-        advised(facts(64, 60_000.0, settings=(SETTINGS | betas,), curve=flat))[1]
-        for betas in ({"betas": [0.9, 0.95]}, {})
-    ]
-    assert ends == [512.0, 4096.0]
 
 
 def test_a_batch_that_is_asked_for_has_flags_and_a_rate() -> None:

@@ -16,7 +16,7 @@ from sonde.decision import words
 from sonde.decision.facts import RUN_LIKE_THIS, Facts, Scope
 from sonde.decision.law import Range
 from sonde.decision.plans import Plan, Present, plan_of, plans_of
-from sonde.decision.rate import RateRow, end_of_rule, rate_row, why_no_rule
+from sonde.decision.rate import RateRow, rate_row, why_no_rule
 from sonde.decision.time_curve import TimeCurve, Timing, nearly_whole
 from sonde.decision.trainers import SET_THEIR_RATES, in_trainer, trainer_named
 from sonde.wording import number
@@ -209,8 +209,6 @@ def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
         within = _within(wanted.budget, [*others, now])
         fastest = min(within, key=lambda plan: plan.time.likely)
         return Advice(scope, plans, now, None if fastest is now else fastest, None)
-    end = end_of_rule(facts.settings, present.batch)
-    others = [plan for plan in others if plan.batch < end]
     # At the worse end of the time of a step: what is better there is better at the other, too.
     costs = {plan: plan.full.times(plan.ranks / now.ranks if present.by_rank_time else 1.0) for plan in others}
     best = _smallest_of_fast({plan: cost.likely for plan, cost in costs.items() if _is_better(cost)}, wanted.aim)

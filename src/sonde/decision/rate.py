@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sonde.decision.law import Range
 from sonde.decision.rate_rules import adam_settings, rate_factor, scaled_decay, usual_rule
-from sonde.wording import count, number
+from sonde.wording import number
 
 _ADAM = ("Adam", "AdamW")
 _OF_ADAM = ("far below B_crit, where noise exceeds signal", "2205.10287; weight decay: arXiv:2405.13698")
@@ -46,7 +45,7 @@ class RateRow:
 
     Attributes:
         optimizer: by class, such as "AdamW".
-        batch: that the settings are for: smaller than the one that was asked for, where the rule ends before it.
+        batch: that the settings are for.
         settings: all of them, in order; empty where no rule is known.
         words: where the rule is known to hold, with its source; without settings, why there are none.
     """
@@ -71,35 +70,18 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
         return RateRow(name, batch, (), "The batch is kept, so keep the settings.")
     if why := why_no_rule(group):
         return RateRow(name, batch, (), f"The rate is not known: {why}.")
-    end, said = end_of_rule([group], present), []
-    if batch >= end:
-        said = [f"The rate for a batch of {count(batch)} is not known: the rule of Adam ends below {number(end)}."]
-        batch = present * 2.0 ** max(math.ceil(math.log2(end / present)) - 1, 0)
-        if batch == present:
-            return RateRow(name, batch, (), said[0])
     kappa, ends = batch / present, (critical.low, critical.high)
     likely = critical.middle if critical.middle is not None else ends[batch < present]  # else the smaller rate
     factor, *reach = (rate_factor(usual_rule(name, each), batch, present) for each in (likely, *ends))
-    known_to = "" if is_adam else f" [{number(min(reach))} – {number(max(reach))}]"
-    rate = Setting("learning rate", lr, lr and lr * factor, f"× {number(factor)}{known_to}")
+    known_to = f"[{number(min(reach))} – {number(max(reach))}]"
+    rate = Setting("learning rate", lr, lr and lr * factor, f"× {number(factor)} {known_to}")
     others = _of_adam(group, kappa, factor) if is_adam else [_kept(group, key) for key in ("momentum", "weight_decay")]
     warm_up = Setting("warm-up, in steps", None, None, f"× {number(1 / kappa, 3)}: as long in units as it was")
     where, source = _RULES[name]
-    said.append(f"This rule is known to hold {where} (arXiv:{source}).")
+    said = f"This rule is known to hold {where} (arXiv:{source})."
     if is_adam and batch * _FAR > critical.low:
-        said.append(f"This batch {'is' if batch > critical.high else 'may be'} too large for it.")
-    return RateRow(name, batch, (rate, *others, warm_up), " ".join(said))
-
-
-def end_of_rule(settings: Sequence[Mapping[str, Any]], present: float) -> float:
-    """The batch below which the rules of all groups hold; infinite where none is known to end.
-
-    Args:
-        settings: of each group.
-        present: units of one optimizer step.
-    """
-    ends = [1 - min(group["betas"]) for group in settings if group["name"] in _ADAM and not why_no_rule(group)]
-    return present / round(max(ends), 12) if ends else math.inf
+        said += f" This batch {'is' if batch > critical.high else 'may be'} too large for it."
+    return RateRow(name, batch, (rate, *others, warm_up), said)
 
 
 def why_no_rule(group: Mapping[str, Any]) -> str:
@@ -117,8 +99,8 @@ def _of_adam(group: Mapping[str, Any], kappa: float, factor: float) -> list[Sett
     (beta1, beta2), eps, decay = group["betas"], group["eps"], group.get("weight_decay", 0.0)
     then = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=eps)
     return [
-        Setting("β₁", beta1, then["beta1"], "1 − κ(1 − β₁)"),
-        Setting("β₂", beta2, then["beta2"], "1 − κ(1 − β₂)"),
+        Setting("β₁", beta1, then["beta1"], "1 − κ(1 − β₁), but 0.5 or more"),
+        Setting("β₂", beta2, then["beta2"], "1 − κ(1 − β₂), as far as β₁ falls"),
         Setting("ε", eps, then["eps"], "/ √κ"),
         Setting("weight decay", decay, scaled_decay(decay, kappa, factor), "× κ·η/η′: as fast in units"),
     ]

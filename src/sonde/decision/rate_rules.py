@@ -16,6 +16,8 @@ _IN_WORDS = {
     "sgd": "learning rate ∝ 1/(1 + {noise:g}/batch)",
     "sign": "learning rate ∝ 1/√(1 + {noise:g}/batch)",
 }
+_LEAST_MEMORY = 2.0
+"""Steps that an average of Adam remembers at least, 1/(1 − β), unless it remembers fewer already."""
 DECAYED = (0.5, 0.7, 1.0)
 """Parts of the units at whose end the rate has fallen to 0: the losses there make the curve of such a branch."""
 
@@ -46,19 +48,19 @@ def rate_factor(rule: str, batch: float, reference: float) -> float:
 
 
 def usual_rule(optimizer: str, critical: float = math.inf) -> str:
-    """The usual rule of an optimizer, as of `rate_factor`.
+    """The usual rule of an optimizer, as of `rate_factor`: of SGD, or of steps whose size the gradient does not change.
 
     Args:
-        optimizer: by class. All but SGD and Muon have "sqrt".
-        critical: the critical batch size, which the rules of SGD and Muon take for the noise scale. Infinite where it
-            is not known: then their limit for batches far below it is taken.
+        optimizer: by class.
+        critical: the critical batch size, which the rules take for the noise scale. Infinite where it is not known:
+            then their limit for batches far below it is taken.
 
     Example:
-        >>> usual_rule("SGD", 120.0), usual_rule("SGD"), usual_rule("Muon"), usual_rule("AdamW", 120.0)
-        ('sgd=120.0', 'linear', 'sqrt', 'sqrt')
+        >>> usual_rule("SGD", 120.0), usual_rule("SGD"), usual_rule("AdamW", 120.0), usual_rule("AdamW")
+        ('sgd=120.0', 'linear', 'sign=120.0', 'sqrt')
     """
-    rule, limit = {"SGD": ("sgd", "linear"), "Muon": ("sign", "sqrt")}.get(optimizer, ("", "sqrt"))
-    if not rule or math.isinf(critical):
+    rule, limit = ("sgd", "linear") if optimizer == "SGD" else ("sign", "sqrt")
+    if math.isinf(critical):
         return limit
     return f"{rule}={critical!r}" if critical > 0 else "none"
 
@@ -95,7 +97,8 @@ def parsed_rule(rule: object, others: str = "") -> tuple[str, float]:
 def adam_settings(kappa: float, *, beta1: float, beta2: float, eps: float) -> Mapping[str, float]:
     """Adam's other settings at a batch κ times the reference, where its rate is √κ times that of the reference.
 
-    βᵢ' = 1 − κ(1 − βᵢ) keeps the memory of both averages equally long in units, and ε' = ε/√κ.
+    βᵢ' = 1 − κ(1 − βᵢ) keeps the memory of both averages equally long in units, and ε' = ε/√κ. An average is of two
+    steps or more, or as it was: beyond the κ that makes it so, both β stay, and only the rate goes on.
 
     Args:
         kappa: batch over the reference batch.
@@ -106,23 +109,15 @@ def adam_settings(kappa: float, *, beta1: float, beta2: float, eps: float) -> Ma
     Returns:
         "beta1", "beta2" and "eps".
 
-    Raises:
-        ValueError: where a step has more units than an average remembers, so that no β would do.
-
     Reference:
         Malladi et al. 2022, arXiv:2205.10287, the square root scaling rule of Adam.
 
     Example:
-        >>> adam_settings(4.0, beta1=0.9, beta2=0.99, eps=1e-8)
-        {'beta1': 0.6, 'beta2': 0.96, 'eps': 5e-09}
+        >>> adam_settings(4.0, beta1=0.9, beta2=0.99, eps=1e-8), adam_settings(16.0, beta1=0.9, beta2=0.99, eps=1e-8)
+        ({'beta1': 0.6, 'beta2': 0.96, 'eps': 5e-09}, {'beta1': 0.5, 'beta2': 0.95, 'eps': 2.5e-09})
     """
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not kappa * (1 - beta) < 1:
-            raise ValueError(
-                f"the rule of Adam needs κ(1 − {name}) < 1, got κ = {kappa:g} and {name} = {beta:g}: take batches of "
-                f"less than {1 / (1 - beta):.4g} times the reference, or leave {name} as it is, as the rule sqrt does"
-            )
-    betas = {name: round(1 - kappa * (1 - beta), 12) for name, beta in (("beta1", beta1), ("beta2", beta2))}
+    shorter = min(kappa, max(1 / (_LEAST_MEMORY * (1 - min(beta1, beta2))), 1.0))
+    betas = {name: round(1 - shorter * (1 - beta), 12) for name, beta in (("beta1", beta1), ("beta2", beta2))}
     return betas | {"eps": eps / math.sqrt(kappa)}
 
 

@@ -32,8 +32,7 @@ def options_at(optimizer: torch.optim.Optimizer, rule: RateRule, batch: float, r
         reference: likewise, of the batch size whose options are kept.
 
     Raises:
-        ValueError: for an unknown rule; a batch size that a table leaves out; a multiple that is not positive; for the
-            rule "adam" where no β would do.
+        ValueError: for an unknown rule; a batch size that a table leaves out; a multiple that is not positive.
 
     Example:
         >>> optimizer = torch.optim.AdamW([torch.zeros(2)], lr=0.25)
