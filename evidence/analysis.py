@@ -133,6 +133,49 @@ def sign_test(n: int, of: int) -> float:
     return float(min(1.0, 2 * n_tail / 2**of))
 
 
+def rates_of_rules(store: Store) -> Rows:
+    """The rate that a rule makes of a tuned one at larger batches, of up to 4 B_crit, beside the best rate there.
+
+    The rules are f = (1 + B_crit/B)/(1 + B_crit/B′) and √f. Units at a rate between two that were tried are
+    interpolated.
+    """
+    fits = {(e.task, e.kind): e.fit("noise") for e in swept(store) if e.task in TASKS}  # the last target counts
+    curves = {(d.arguments["task_name"], d.arguments["kind"], _batch(d)): _by_rate(d) for d in store.read("sweep")}
+    head = ["optimizer", "rule", "batch over the tuned", "rate over the best, as a power of 2", "units over the best"]
+    rows = [[*head, "whose rate was tried"]]
+    for kind, part, times in itertools.product(OPTIMIZERS, (1.0, 0.5), (4, 16, 64)):
+        off, units = [], []
+        for (task, of, batch), tuned in curves.items():
+            larger, fit = curves.get((task, of, batch * times), {}), fits.get((task, kind))
+            if of != kind or not larger or fit is None or batch * times > 4 * fit.critical:
+                continue
+            rise = (1 + fit.critical / batch) / (1 + fit.critical / (batch * times))
+            power = min(tuned, key=tuned.__getitem__) + part * math.log2(rise)
+            best = min(larger, key=larger.__getitem__)
+            off.append(power - best)
+            units.append(_between(larger, power) - larger[best])
+        if off:
+            tried = [math.exp(each) for each in units if not math.isnan(each)]
+            costs = f"{statistics.geometric_mean(tried):.2f}, at most {max(tried):.2f}" if tried else "–"
+            rule, rate = "f" if part == 1 else "√f", f"{statistics.fmean(off):+.2f}"
+            rows.append([kind, rule, str(times), rate, costs, f"{len(tried)} of {len(off)}"])
+    return rows
+
+
+def _by_rate(done: Done) -> dict[float, float]:
+    """Log of the units to the last target, by the rate's power of 2; without rates at which a seed failed."""
+    last = zip(done.result["powers"], (of[-1] for of in done.result["units"]), strict=True)
+    return {power: log for power, units in last if math.isfinite(log := mean_log(units))}
+
+
+def _between(by_power: Mapping[float, float], power: float) -> float:
+    """On the line between neighbours; NaN beyond all."""
+    for (low, at_low), (high, at_high) in itertools.pairwise(sorted(by_power.items())):
+        if low <= power <= high:
+            return at_low + (at_high - at_low) * (power - low) / (high - low)
+    return math.nan
+
+
 def momentum(store: Store) -> Rows:
     """How much larger the critical batch is at β = 0.9 than without; mean-field theory says 19 times."""
     rows = [["task", "target", "B_crit at β = 0", "at β = 0.9", "ratio"]]
@@ -315,6 +358,7 @@ def merrill(store: Store) -> Rows:
 TABLES = {
     "Critical batch sizes of whole trainings": laws,
     "Which law": which_law,
+    "Rates of the rules": rates_of_rules,
     "Momentum": momentum,
     "Which proxy predicts which measurement": proxies,
     "A learning rate that is wrong": learning_rate,
