@@ -135,8 +135,8 @@ def test_a_script_whose_times_are_known(
     assert timings.keys() == {(16, 4), (16, 1), (64, 1), (256, 1)}
     for (micro, accumulation), timing in timings.items():
         expected = accumulation * (0.005 + 0.0005 * micro)
-        assert expected < timing["seconds"] < 1.25 * expected + 0.005, timing  # sleeps end late, never early
-        assert 0 < timing["beside"] < 0.2 * timing["seconds"]  # two optimizers
+        assert expected < timing["seconds"] < 2 * expected + 0.05, timing  # sleeps end late, never early
+        assert 0 < timing["beside"] < timing["seconds"] - expected  # two optimizers
         assert timing["ranks"] == 1
         assert timing["memory"] > 2**20
     assert err.count(" a step, ") == 4
@@ -194,7 +194,7 @@ def test_slow_steps_are_timed_all_the_same(script: str) -> None:
     """Steps of 0.2 s: fewer than enough in the seconds that there are, but more than two that count."""
     pace = dataclasses.replace(QUICK, seconds=0.3, fewest_steps=100)
     [timing] = tried(script, "", (400,), pace=pace).timings
-    assert timing.seconds == pytest.approx(0.205, rel=0.2)
+    assert 0.205 < timing.seconds < 0.5
 
 
 def test_a_refused_trial_writes_nothing_over(
@@ -236,7 +236,7 @@ def test_a_script_on_ranks_is_timed_on_as_many(tmp_path: Path) -> None:
     curve = try_sizes(command, [Size(128, 64, 1)], unit="rows", ranks=2, say=[].append, pace=QUICK)
     [timing] = curve.timings
     assert (timing.micro_batch, timing.accumulation, timing.ranks) == (64, 1, 2)
-    assert 0.074 < timing.seconds < 0.15
+    assert 0.074 < timing.seconds < 0.3
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,8 @@ def _tried(command: Sequence[str], size: Size, place: Path, pace: Pace) -> _Step
     ):
         lines, waited = _watched(process, place / "steps.0", pace), time.monotonic() - begun
         has_ended = process.poll() is not None
-    if pace.is_enough(lines) or (not has_ended and len(lines) >= _WARM + _LEAST):  # the latter of slow steps
+    is_slow = len(lines) >= _WARM + _LEAST and sum(line["seconds"] for line in lines) >= pace.seconds
+    if pace.is_enough(lines) or (is_slow and not has_ended):
         return _steps(lines)
     said = "".join((place / name).read_text(errors="replace") for name in ("stdout", "stderr"))
     if process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) or _OUT_OF_MEMORY.search(said):
