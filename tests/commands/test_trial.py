@@ -20,7 +20,7 @@ from sonde.decision.time_curve import TimeCurve
 from tests.decision.known import facts
 from tests.runs.report.plausible_run import header_record, write_run
 
-QUICK = Pace(rounds=1, seconds=1.0, fewest_steps=5, enough_steps=5, least_seconds=0.2, patience=30.0)
+QUICK = Pace(rounds=1, seconds=4.0, fewest_steps=5, enough_steps=5, least_seconds=0.2, patience=30.0)
 
 SCRIPT = """
 import argparse, signal, sys, time, torch, sonde
