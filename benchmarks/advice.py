@@ -144,7 +144,8 @@ def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | Non
                 "options": options,
             }
             if size == advised and size != batch:
-                ended = trained(case, place, "--batch", size, "--steps", round(middle), *options)
+                enough = math.ceil(steps["steps"]["high"])  # as advise says under "to set a batch"
+                ended = trained(case, place, "--batch", size, "--steps", enough, *options)
                 result["advised_loss"] = statistics.median(loss for _, loss in ended["losses"][-SMOOTHED:])
         result["curve"] = json.loads((log / TRIAL_NAME).read_text())
     return result

@@ -199,6 +199,19 @@ def test_a_batch_whose_statistics_enter_the_loss_is_not_cut_smaller() -> None:
     assert "Micro-batches are not made smaller: batch normalisation shares its statistics." in found.notes
 
 
+def test_the_steps_to_train_are_those_of_the_ranges_upper_end() -> None:
+    found = decide(facts(64, 3000.0, curve=tried((64, 0.010), (256, 0.012), (1024, 0.020))))
+    assert found.plan is not None
+    assert found.plan.steps.middle is not None
+    assert found.plan.steps.middle < found.plan.steps.high
+    assert found.how[-1].startswith(f"{math.ceil(found.plan.steps.high)} steps learn what 1,000 steps do now, ")
+    bound = decide(
+        dataclasses.replace(facts(64, 3000.0, curve=FLAT), average=RatioInterval("lower_bound", 2000.0, math.inf))
+    )
+    assert bound.plan is not None
+    assert "steps learn what" in bound.how[-1]
+
+
 def test_no_batch_is_advised_below_what_the_loss_needs() -> None:
     known = facts(64, 1.0, curve=tried((16, 0.010), (64, 0.040)))
     found = decide(known)

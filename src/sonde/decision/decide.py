@@ -186,7 +186,7 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
         advice,
         plan,
         trainer,
-        () if plan is None else _how(facts, trainer, plan, wanted.batch),
+        () if plan is None else (*_how(facts, trainer, plan, wanted.batch), *words.steps_to_train(plan, lead)),
         () if plan is None else _rates(facts, trainer, plan, lead.scope),
         tuple(words.notes(facts, advice, plan, wanted.ranks_at_most)),
     )

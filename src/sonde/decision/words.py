@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from sonde.decision.law import Range
 from sonde.decision.plans import Plan
 from sonde.decision.proxy import PUBLISHED, factor_in_words
 from sonde.decision.time_curve import nearly_whole
-from sonde.wording import in_units, number, percent, units
+from sonde.wording import in_units, number, percent, plural, units
 
 if TYPE_CHECKING:
     from sonde.decision.decide import Advice, Kind
@@ -54,6 +55,13 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
     if here is None or here.best is None:
         return f"{said}."
     return f"{said}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
+
+
+def steps_to_train(plan: Plan, lead: Advice) -> Iterator[str]:
+    """For how many steps another batch is to be trained: the middle of the range falls short in half of all runs."""
+    if plan.whole_batch != lead.present.whole_batch and not math.isinf(plan.steps.high):
+        steps, as_now = plural(math.ceil(plan.steps.high), "step"), plural(round(lead.scope.steps), "step")
+        yield f"{steps} learn what {as_now} do now, at the upper end of the range: train that long, schedules too"
 
 
 def without_rate(why: str) -> str:
