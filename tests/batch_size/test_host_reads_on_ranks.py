@@ -35,7 +35,6 @@ OF_TWO = {
     "DDP, one window in three": Loop("ddp", options={"every": 3}),
     "DDP, a budget": Loop("ddp", options={"every": None, "budget": 0.5}),
     "DDP, single examples": Loop("ddp", covered=True, options=EXAMPLES),
-    "DDP, a clip folded into the optimizer": Loop("ddp", optimizer="fused"),
     "FSDP2": Loop(),
     "FSDP2, only windows": Loop(clips=False),
     "FSDP2, mixed precision": Loop(bf16="parameters"),
@@ -68,18 +67,15 @@ def reads_of(name: str) -> set[str]:
     cut, reads = made(loop), HostReads()
     trained = [p for p in cut.model.parameters() if p.requires_grad]
     # It steps parameters of one kind in a few operators: each operator is looked at, and these are none of sonde's.
-    are_alike, folds = len({type(p) for p in trained}) == 1, loop.optimizer == "fused"
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=folds, foreach=are_alike and not folds)
-    plan = sonde.group_parameters_for_norm(trained) if folds else None
+    are_alike = len({type(p) for p in trained}) == 1
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=are_alike)
     every = loop.options.get("every", 1)
     with attached(cut, optimizer, log=sonde.RunLog(every=2)) as probe:
         for window in watched(reads, every):
             run_pieces(cut, probe, window)
             cut.reduce()
             cut.scaler.unscale_(optimizer)
-            probe.clip_grad_norm_(0.1) if loop.clips and not folds else probe.step()
-            if plan is not None:
-                sonde.clip_grad_norm_distributed_(plan, 0.1, fold_into=optimizer)
+            probe.clip_grad_norm_(0.1) if loop.clips else probe.step()
             cut.scaler.step(optimizer)
             cut.scaler.update()
             optimizer.zero_grad()
@@ -105,7 +101,7 @@ def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks, ranks4: Ranks) -> No
 
 
 CLIPS = {
-    2: [name for name in OF_TWO if name.endswith(("leaf hooks", "optimizer", "mixed precision", "tensor parallelism"))],
+    2: [name for name in OF_TWO if name.endswith(("leaf hooks", "mixed precision", "tensor parallelism"))],
     4: ["HSDP", "FSDP2 over tensor parallelism", "a pipeline over FSDP2"],
 }
 

@@ -443,7 +443,7 @@ class NoiseScaleProbe:
                 is recorded.
         """
         nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-        clip = WindowClip(check_options(max_norm, nonfinite, None), check_order(norm_type), nonfinite)
+        clip = WindowClip(check_options(max_norm, nonfinite), check_order(norm_type), nonfinite)
         with self._alone:
             self._check_open()
             norm = self._ends.end(clip)

@@ -26,7 +26,6 @@ from sonde.gradient_norm.agreement import (
     disagreement,
     disagreements,
 )
-from sonde.gradient_norm.fused_clip import apply_folds
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
 from sonde.gradient_norm.refused_gradients import HeldError
@@ -36,10 +35,10 @@ from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, st
 from sonde.parallel.shares import reduce_partial
 
 _N_FLAGS = 3
-_MAX_PARTS = 64
+MAX_PARTS = 1024
 """How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
 given different parts: vectors of different lengths hang or abort the collective."""
-_LENGTH = 2 * _MAX_PARTS + _N_FLAGS + N_SLOTS
+_LENGTH = 2 * MAX_PARTS + _N_FLAGS + N_SLOTS
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def global_norm(
             their options, or hold other parameters than they count. If the sum can be read without waiting (on the
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
-    apply_folds(plan.parameters)
     problem = problem or HeldError()
     collected = problem.attempt(plan.collect, otherwise=None, what="gradients cannot be collected")
     problem.keep(plan.problem)
@@ -290,9 +288,7 @@ class SummedVector:
         riding: other numbers to sum in the same collective; of one length on all ranks.
 
     Attributes:
-        vector: everything except `overflow`, on the plan's device; the same length on every rank.
-        overflow: `sums` and `is_nan` if there is no room for them in `vector`, [2 · parts]; else None. It takes a
-            collective of its own, after the ranks have agreed on its length.
+        vector: everything, on the plan's device; the same length on every rank.
         sums: the power sum, or the largest element, of each part of the model, [parts].
         is_nan: whether a part is NaN, [parts]. Only p = ∞ uses it.
         failed: how many ranks have an error, 0-dim.
@@ -309,12 +305,10 @@ class SummedVector:
         self.failed: Tensor
         self.is_single: Tensor
         self.vector = zero_sums(_LENGTH + n_riding, device=plan.device)
-        parts, flags, self.slots, self.riding = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS, n_riding])
+        parts, flags, self.slots, self.riding = self.vector.split([2 * MAX_PARTS, _N_FLAGS, N_SLOTS, n_riding])
         if riding is not None:
             self.riding.copy_(riding)
-        self.overflow = zero_sums(2 * n, device=plan.device) if n > _MAX_PARTS else None
-        of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
-        self.sums, self.is_nan = of_parts.unbind()
+        self.sums, self.is_nan = parts[: 2 * n].view(2, n).unbind()
         self.failed, self.is_double, self.is_single = flags.unbind()
 
     def add(self, other: SummedVector) -> None:
@@ -322,8 +316,6 @@ class SummedVector:
         combine = torch.maximum if self.uses_max else torch.add
         own = self.vector[:_LENGTH]
         combine(own, other.vector[:_LENGTH], out=own)
-        if self.overflow is not None and other.overflow is not None:
-            combine(self.overflow, other.overflow, out=self.overflow)
 
     def disagreements(self) -> Tensor:
         """What ranks disagree about; see `agreement.disagreements`."""
@@ -331,21 +323,13 @@ class SummedVector:
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Start the sum over ranks, if this rank is not alone."""
-        self._group, self._work = group, start_reduce(self.vector, group, self._operation)
+        self._work = start_reduce(self.vector, group, self._operation)
 
     def wait(self) -> bool:
-        """Wait for the sum, and sum the overflow too; whether there was a sum.
-
-        If the ranks disagree, their overflows may differ in length: then none of them is summed. Every rank knows.
-        """
-        if self._work is None:
-            return False
-        self._work.wait()
-        if self.overflow is None or bool((self.failed > 0) | self.disagreements().any()):
-            return True
-        if more := start_reduce(self.overflow, self._group, self._operation):
-            more.wait()
-        return True
+        """Wait for the sum; whether there was one."""
+        if self._work is not None:
+            self._work.wait()
+        return self._work is not None
 
     def fill(
         self, plan: NormPlan, collected: list[Collected], request: NormRequest, among: RankSum, problem: HeldError
@@ -381,7 +365,7 @@ class SummedVector:
             self.slots.copy_(numbers)
 
 
-def compare_plans(plan: NormPlan, *, verify: bool) -> None:
+def compare_plans(plan: NormPlan) -> None:
     """Compare a new plan with those of the other ranks, and open the communicators that its norm needs.
 
     Each norm compares plans too; here it is known before training. And the first collective on a communicator takes far
@@ -389,7 +373,6 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
 
     Args:
         plan: of this rank.
-        verify: whether this rank will verify the plan; the ranks compare it.
 
     Raises:
         ValueError: on every rank of the plan's mesh, or that shares a sum with this one, when something is wrong with
@@ -397,7 +380,7 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
     """
     problem = HeldError(plan.problem)
     if not plan.is_alone:
-        request = NormRequest(2.0, verify=verify, is_plan=True)
+        request = NormRequest(2.0, is_plan=True)
         problem.keep(_sum_over_ranks(plan, [], request, problem, None).error_of_peers(plan))
     if problem.first is not None:
         raise problem.first

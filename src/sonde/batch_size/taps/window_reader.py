@@ -92,7 +92,6 @@ class FinalGradient:
             [*clipped],
             mesh=self._wrapper.mesh,
             pp_mesh=self._wrapper.pp_mesh,
-            allow_sparse=True,
         )
 
     def note_own_norm(self, norm: Tensor, max_norm: float | None) -> None:
