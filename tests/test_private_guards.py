@@ -164,7 +164,7 @@ def _registered_hooks() -> tuple[int, bool]:
 
 
 def test_guard_ddp_lists_its_communication_hooks(ranks2: Ranks) -> None:
-    """ddp_buckets finds the user's hook there, and its own after a model was unpickled."""
+    """The user's hook is found there: it may round."""
     assert ranks2(_registered_hooks) == [(0, True)] * 2
 
 

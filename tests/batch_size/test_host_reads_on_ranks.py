@@ -24,12 +24,11 @@ WATCHED = 2
 WINDOWS_BEFORE = 15
 """There they come after these."""
 METRICS = ("euclidean", "sign")  # the others need whole matrices or moments
-BUCKETS, EXAMPLES = {"tap": "comm_hook"}, {"per_example": "always"}
+EXAMPLES = {"per_example": "always"}
 
 OF_TWO = {
-    "DDP, leaf hooks": Loop("ddp", options={"tap": "leaf"}),
-    "DDP, buckets": Loop("ddp", options=BUCKETS),
-    "DDP, a hook of the user's": Loop("ddp", hook="bf16", clips=False, options=BUCKETS),
+    "DDP, leaf hooks": Loop("ddp"),
+    "DDP, a hook of the user's": Loop("ddp", hook="bf16", clips=False),
     "DDP, a GradScaler": Loop("ddp", scaled=True),
     "DDP, further metrics": Loop("ddp", metric=(*METRICS, "adam", "spectral")),
     "DDP, one window in three": Loop("ddp", options={"every": 3}),
@@ -140,12 +139,6 @@ READS = [
         "start_copy_to_host(flat.cpu())",
     ),
     Mutant(
-        "buckets",
-        "sonde.batch_size.taps.ddp_buckets:DDPBucketTap._read",
-        "self._witnessed |= elements",
-        "self._witnessed |= elements; [float(each.sum()) for each in elements.values()]",
-    ),
-    Mutant(
         "shards",
         "sonde.batch_size.taps.window_reader:FinalGradient.witness",
         "elements: dict[int, Tensor] = {}",
@@ -172,7 +165,6 @@ READS = [
 ]
 BROKEN = {
     "a copy to the host": "DDP, leaf hooks",
-    "buckets": "DDP, buckets",
     "shards": "FSDP2",
     "single examples": "FSDP2, single examples",
     "shared sequences": "context parallelism under DDP",

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from sonde.batch_size.taps.leaf_hooks import GradientSummary
 from sonde.batch_size.taps.metric import Euclidean, add_parts
-from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.window_sums import WindowSums, read_rows
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import piece_counts
@@ -101,7 +101,7 @@ def on_ranks(loop: Loop) -> dict[str, Any]:
         return train(loop, probed=True)
 
 
-@pytest.mark.parametrize("loop", [Loop("ddp", clips=False, options={"tap": "comm_hook"}), Loop(clips=False)], ids=str)
+@pytest.mark.parametrize("loop", [Loop("ddp", clips=False), Loop(clips=False)], ids=str)
 def test_ranks_sum_in_fp32(ranks2: Ranks, loop: Loop) -> None:
     results = ranks2(on_ranks, loop)
     for result in results:

@@ -207,9 +207,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "single examples": {"per_example": "always"},
 }
 ON_RANKS: dict[str, dict[str, Any]] = {
-    "DDP, leaf hooks": {"how": "ddp", "tap": "leaf"},
-    "DDP, buckets": {"how": "ddp", "tap": "comm_hook"},
-    "DDP, buckets and a clip": {"how": "ddp", "tap": "comm_hook", "end": "clip"},
+    "DDP, leaf hooks": {"how": "ddp"},
     "DDP, a clip": {"how": "ddp", "end": "clip"},
     "DDP, single examples": {"how": "ddp", "per_example": "always"},
     "FSDP2": {"how": "fsdp2"},
@@ -221,8 +219,6 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "tensor parallelism": {"how": "tp"},
     "tensor parallelism, a clip": {"how": "tp", "end": "clip"},
 }
-ON_TWO_RANKS = [name for name, setup in ON_RANKS.items() if setup.get("tap") == "comm_hook"]
-"""Set-ups that show nothing with one rank: there a whole window in DDP's buckets would be the only piece."""
 
 
 def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
@@ -231,7 +227,7 @@ def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
     Without a probe it is trained first, and on a device twice: what torch itself waits for, or does not repeat, is no
     fault of sonde's.
     """
-    options = ("metric", "staging_mib", "tap", "per_example")
+    options = ("metric", "staging_mib", "per_example")
     without = {k: v for k, v in setup.items() if k not in options}
     _, plain = train(device, probed=False, **without)
     if device.type != "cpu":

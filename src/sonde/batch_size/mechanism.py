@@ -175,8 +175,6 @@ def _example_window(model: nn.Module, found: FoundModel) -> ExampleWindow:
     wrapper, options = found.wrapper, found.options
     if options.metrics != ("euclidean",):
         raise ValueError(f"metric={options.metric!r} needs whole gradients: use metric='euclidean'")
-    if options.tap == "comm_hook":
-        raise ValueError("tap='comm_hook' reads whole windows: use tap='leaf'")
     shares_pieces = wrapper.data.n_sharing > 1 or wrapper.sequence_group is not None
     if wrapper.pp_mesh is not None or shares_pieces or found.classes:
         raise ValueError(f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters")

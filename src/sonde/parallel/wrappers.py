@@ -275,6 +275,12 @@ def block_of(name: str) -> str:
     return ".".join(parts[:-1][:2]) or name
 
 
+def comm_hook_name(ddp: DistributedDataParallel | None) -> str | None:
+    """The name of the communication hook that is registered with DDP, for people; None without one."""
+    hooks = getattr(ddp, "_comm_hooks", None) or []
+    return next((getattr(hook, "__name__", type(hook).__name__) for hook, _ in hooks), None)
+
+
 def lowest_precision(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype with the fewest mantissa bits."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

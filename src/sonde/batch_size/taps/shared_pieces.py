@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.taps.leaf_hooks import GradientSummary
 from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number, PieceCounts, as_vector
 from sonde.parallel.data_ranks import ExpertRanks

@@ -19,10 +19,10 @@ from sonde.batch_size.stats.dependence import (
     scores_of_pieces,
 )
 from sonde.batch_size.stats.window_row import Drop, SumsApart, WindowRow
+from sonde.batch_size.taps.leaf_hooks import GradientSummary
 from sonde.batch_size.taps.metric import Adds, GradientMetric
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.shared_pieces import OwnPieces, PieceClass
-from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.witness import Witness, elements_of
 from sonde.batch_size.units import Number, PieceCounts, as_vector
 from sonde.parallel.data_ranks import DataRanks
@@ -150,7 +150,7 @@ class WindowSums:
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
         self._add_gradient(gradient, counts.weight)
-        self.count(counts)
+        self._count(counts)
         if self._own_pieces:
             squares = self.per_group(gradient.terms)[:, :-1].unflatten(1, (-1, self._n_groups))
             for place, pieces in self._own_pieces.items():
@@ -163,8 +163,7 @@ class WindowSums:
                 self._sizes.append(gradient.terms[0].sum() / counts.weight / counts.weight)
                 self._units_of_pieces.append(counts.units)
 
-    def count(self, counts: PieceCounts) -> None:
-        """Count a piece whose gradient will be seen only together with the other pieces of this rank."""
+    def _count(self, counts: PieceCounts) -> None:
         self.n_pieces += 1
         self._weight += counts.weight
         self._weight_over_units += counts.weight / counts.effective_units
@@ -176,13 +175,6 @@ class WindowSums:
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
                 self._bad_counts += ~(torch.isfinite(number) & (number > 0))
-
-    def merge(self, gradient: GradientSummary) -> None:
-        """Turn the pieces counted so far into one piece, with the sum of their gradients."""
-        self._add_gradient(gradient, self._weight)
-        # One piece of weight W_r and n_r = W_r²/Σ w_k²/n_k effective units.
-        self._weight_over_units = self._sq_weight_over_units / self._weight
-        self.n_pieces = 1
 
     def _add_gradient(self, gradient: GradientSummary, weight: Number) -> None:
         self._small += gradient.terms / weight
