@@ -206,7 +206,6 @@ def test_what_the_host_reads_and_what_is_multiplied(
 
 
 clip, total = sonde.clip_grad_norm_, sonde.get_total_norm
-GROUPS = r"\[p for group in optimizer.param_groups for p in group\['params'\]\]"
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: clip(p, -1.0), "max_norm must be ≥ 0, got -1.0: use math.inf to measure"),
     (lambda p: clip(p, math.nan), "max_norm must be ≥ 0, got nan"),
@@ -227,11 +226,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: clip(["weight"], 1.0), "parameters must be tensors"),
     (lambda p: clip([("w", 1.0)], 1.0), "parameters must be tensors"),
     (lambda p: clip(3, 1.0), r"got 3: pass model.parameters\(\)"),
-    (lambda p: clip({"w": p}, 1.0), r"got a dict: pass its items\(\), names and tensors"),
-    (lambda p: clip(torch.optim.SGD([p]), 1.0), f"got an optimizer or its groups: pass {GROUPS}"),
-    (lambda p: clip(torch.optim.SGD([p]).param_groups, 1.0), f"pass {GROUPS}"),
-    (lambda p: clip(torch.optim.SGD([p]).param_groups[0], 1.0), f"got an optimizer or its groups: pass {GROUPS}"),
-    (lambda p: sonde.clip_grads_with_norm_(torch.optim.SGD([p]).param_groups, 1.0, 3.0), f"pass {GROUPS}"),
+    (lambda p: clip({"w": p}, 1.0), r"got an object of type dict: pass model.parameters\(\)"),
+    (lambda p: clip(torch.optim.SGD([p]), 1.0), "got an object of type SGD"),
+    (lambda p: clip(torch.optim.SGD([p]).param_groups, 1.0), "got an object of type dict"),
+    (lambda p: sonde.clip_grads_with_norm_(torch.optim.SGD([p]).param_groups, 1.0, 3.0), r"pass model.parameters\(\)"),
     (lambda p: clip([p.grad], 1.0), r"pass model.parameters\(\), not their gradients"),
     (
         lambda p: total([p.grad] * 1025, by_group=[*map(str, range(1025))]),
@@ -244,10 +242,9 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: total([p]), "tensors must be gradients, got parameters, which are weights"),
     (lambda p: total(sonde.group_parameters_for_norm(p), by_group=["a"]), "a plan knows its mesh and .* no groups"),
     (lambda p: total([p.grad], by_group=["a", "b"]), "name the group of each tensor, got 2 names for 1 tensors"),
-    (lambda p: total([p.grad] * 2, by_group="ab"), "of each tensor's group, got a string: pass a list of names"),
+    (lambda p: total([p.grad] * 2, by_group="ab"), "of each tensor's group, got 'ab': pass a list of names"),
     (lambda p: total([p.grad] * 2, by_group=7), "a list with the name of each tensor's group, got 7"),
-    (lambda p: total([p.grad] * 2, by_group=["a", 1]), "must hold names, got 1 among them: pass a string for each"),
-    (lambda p: total([p.grad] * 2, by_group=[None, "b"]), "by_group must hold names, got None among them"),
+    (lambda p: total([p.grad] * 2, by_group=["a", 1]), "a list with the name of each tensor's group, got"),
 ]
 
 

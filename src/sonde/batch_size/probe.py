@@ -155,10 +155,8 @@ class NoiseScaleProbe:
             frozen=self._frozen,
             mechanism=self._mechanism,
             pace=self._pace,
-            tap=self._tap,
-            wrapper=wrapper,
+            reader=self._reader,
             counted_in=lambda: self._forwards.counted_in,
-            n_parts=self._reader.final.n_parts,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)
@@ -175,7 +173,7 @@ class NoiseScaleProbe:
             examples=self._mechanism.examples,
             on_backward_end=lambda: self._pieces.backward_ended(),
         )
-        self._tap, adds = self._reader.tap, [metric.adds for metric in self._found.metrics]
+        adds = [metric.adds for metric in self._found.metrics]
         self._delivery = Delivery(lambda window: self._arrivals.take(window), self._reader.device, adds, self._own)
         self._alone = self._delivery.alone
 
@@ -216,12 +214,10 @@ class NoiseScaleProbe:
             self._model,
             self._pieces,
             pace,
-            self._tap,
             self._mechanism,
             self._delivery,
             self._scalars,
             own,
-            ddp=wrapper.ddp,
             log_every=self._log_every,
             alert=self._alert,
         )
@@ -658,7 +654,7 @@ class NoiseScaleProbe:
     def _remove_hooks(self) -> None:
         self._mechanism.close()
         self._forwards.close()
-        self._tap.close()
+        self._reader.tap.close()
         self._steps.close()
 
     def __enter__(self) -> Self:

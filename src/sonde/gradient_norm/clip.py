@@ -251,7 +251,7 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, (Mapping, torch.optim.Optimizer)) or not isinstance(parameters, (Tensor, Iterable)):
-        return [], None, _no_tensors(parameters, is_listed=False)
+        return [], None, _no_tensors(parameters)
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
@@ -264,7 +264,7 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
     if all(issubclass(kind, Tensor) for kind in set(map(type, listed))):
         return listed, names, None
     wrong = next(item for item in listed if not isinstance(item, Tensor))
-    return [item for item in listed if isinstance(item, Tensor)], None, _no_tensors(wrong, is_listed=True)
+    return [item for item in listed if isinstance(item, Tensor)], None, _no_tensors(wrong)
 
 
 def _are_gradients(tensors: Sequence[Tensor]) -> ValueError | None:
@@ -277,16 +277,19 @@ def _are_gradients(tensors: Sequence[Tensor]) -> ValueError | None:
     )
 
 
-def _no_tensors(got: object, *, is_listed: bool) -> ValueError:
-    """What to say of parameters that are none, or (`is_listed`) of something among them that is none."""
-    if is_listed and (got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None)):
+def _no_tensors(got: object) -> ValueError:
+    """What to say of parameters that are none, or of something among them that is none."""
+    if got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None):
         return ValueError(
             "gradients or parameters must be tensors, got None among them: leave out gradients that are None, "
             "[p.grad for p in model.parameters() if p.grad is not None]"
         )
-    what, instead = f"{got!r:.60}", "model.parameters() or model.named_parameters()"
-    if isinstance(got, torch.optim.Optimizer) or (isinstance(got, Mapping) and "params" in got):
-        what, instead = "an optimizer or its groups", "[p for group in optimizer.param_groups for p in group['params']]"
-    elif isinstance(got, Mapping):
-        what, instead = f"a {type(got).__name__}", "its items(), names and tensors"
-    return ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {what}: pass {instead}")
+    what = (
+        f"an object of type {type(got).__name__}"
+        if isinstance(got, Mapping | torch.optim.Optimizer)
+        else f"{got!r:.60}"
+    )
+    return ValueError(
+        f"parameters must be tensors, or pairs of a name and a tensor, got {what}: pass model.parameters() or "
+        "model.named_parameters()"
+    )

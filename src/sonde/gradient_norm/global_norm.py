@@ -246,14 +246,14 @@ def _sum_over_ranks(
     over_stages, sums = plan.remembered(_sum_over_stages), plan.remembered(rank_sums)
     uses_max, of_stages = math.isinf(request.order), None
     if over_stages is not None:  # packed first, since all sums have to hear of an error
-        of_stages = SummedVector(plan, uses_max=uses_max)
-        of_stages.fill(plan, [], request, over_stages, problem)
+        of_stages = SummedVector(plan, request)
+        of_stages.fill([], over_stages, problem)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way = []
     for each in sums:
-        packed = SummedVector(plan, uses_max=uses_max, riding=riding)
+        packed = SummedVector(plan, request, riding=riding)
         gradients = [g for g in collected if each.of_ranks in (None, g.key.ranks)]
-        packed.fill(plan, gradients, request, each, problem)
+        packed.fill(gradients, each, problem)
         packed.failed.fill_(problem.first is not None)
         packed.is_single.fill_(not _has_fp64(collected))
         packed.start(each.group)
@@ -284,7 +284,7 @@ class SummedVector:
 
     Args:
         plan: the plan of this rank.
-        uses_max: the ranks take the maximum of their vectors, not the sum.
+        request: its options. For p = ∞, the ranks take the maximum of their vectors, not the sum.
         riding: other numbers to sum in the same collective; of one length on all ranks.
 
     Attributes:
@@ -298,10 +298,9 @@ class SummedVector:
         riding: the other numbers.
     """
 
-    def __init__(self, plan: NormPlan, *, uses_max: bool, riding: Tensor | None = None) -> None:
+    def __init__(self, plan: NormPlan, request: NormRequest, *, riding: Tensor | None = None) -> None:
         n, n_riding = plan.n_parts, 0 if riding is None else len(riding)
-        self.uses_max, self._has_stages = uses_max, plan.n_stages > 1
-        self._operation = dist.ReduceOp.MAX if uses_max else dist.ReduceOp.SUM
+        self._plan, self._request, self.uses_max = plan, request, math.isinf(request.order)
         self.failed: Tensor
         self.is_single: Tensor
         self.vector = zero_sums(_LENGTH + n_riding, device=plan.device)
@@ -319,11 +318,11 @@ class SummedVector:
 
     def disagreements(self) -> Tensor:
         """What ranks disagree about; see `agreement.disagreements`."""
-        return disagreements(self.slots, uses_max=self.uses_max, has_stages=self._has_stages)
+        return disagreements(self.slots, uses_max=self.uses_max, has_stages=self._plan.n_stages > 1)
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Start the sum over ranks, if this rank is not alone."""
-        self._work = start_reduce(self.vector, group, self._operation)
+        self._work = start_reduce(self.vector, group, dist.ReduceOp.MAX if self.uses_max else dist.ReduceOp.SUM)
 
     def wait(self) -> bool:
         """Wait for the sum; whether there was one."""
@@ -331,21 +330,13 @@ class SummedVector:
             self._work.wait()
         return self._work is not None
 
-    def fill(
-        self, plan: NormPlan, collected: list[Collected], request: NormRequest, among: RankSum, problem: HeldError
-    ) -> None:
+    def fill(self, collected: list[Collected], among: RankSum, problem: HeldError) -> None:
         """Put in what this rank adds to one sum over ranks; nothing after an error, which `problem` then holds."""
-        problem.attempt(
-            self._fill,
-            plan,
-            collected,
-            request,
-            among,
-            otherwise=None,
-            what=f"gradients cannot be summed on {plan.device}",
-        )
+        what = f"gradients cannot be summed on {self._plan.device}"
+        problem.attempt(self._fill, collected, among, otherwise=None, what=what)
 
-    def _fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, among: RankSum) -> None:
+    def _fill(self, collected: list[Collected], among: RankSum) -> None:
+        plan, request = self._plan, self._request
         order = 2.0 if math.isnan(request.order) else request.order
         powers = [(gradients, _read(plan, gradients, order)) for gradients in collected if gradients.locals]
         numbers = compared_numbers(plan, request, among, powers)

@@ -133,13 +133,10 @@ def _checked_groups(by_group: object, n_tensors: int) -> Sequence[str] | None:
     """The name of each tensor's group, as passed; None without groups."""
     if by_group is None:
         return None
-    if isinstance(by_group, str) or not isinstance(by_group, Sequence):
-        kind = "a string" if isinstance(by_group, str) else f"{by_group!r:.60}"
+    if isinstance(by_group, str) or not isinstance(by_group, Sequence) or not all(isinstance(g, str) for g in by_group):
         raise ValueError(
-            f"by_group must be a list with the name of each tensor's group, got {kind}: pass a list of names"
+            f"by_group must be a list with the name of each tensor's group, got {by_group!r:.60}: pass a list of names"
         )
-    if wrong := [name for name in by_group if not isinstance(name, str)]:
-        raise ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
     if (n_groups := len(set(by_group))) > MAX_PARTS:
         raise ValueError(f"by_group must name at most {MAX_PARTS:,} groups, got {n_groups:,}: take fewer at a time")
     if len(by_group) != n_tensors:

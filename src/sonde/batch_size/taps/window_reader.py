@@ -188,7 +188,7 @@ class WindowReader:
         wrapper, metrics, classes, whole = found.wrapper, found.metrics, found.classes, found.whole
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
-        self._wrapper, self._metrics, self._classes = wrapper, metrics, classes
+        self.wrapper, self._metrics, self._classes = wrapper, metrics, classes
         self._grad_scaler, self._examples, self._own = grad_scaler, examples, own
         self._witness = witness = Witness(
             whole.shapes, whole.first, len(self.parameters), [each.indices for each in classes]
@@ -321,14 +321,14 @@ class WindowReader:
         sums, own = self._of_pieces(problems, terms, costs)
         sums["frozen"] = frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
-        is_cut = self._wrapper.mesh is not None
+        is_cut = self.wrapper.mesh is not None
         (sums if is_cut else own).update(final)
         if is_cut:
             own["own_norm"], sums["own_norm_squares"] = self.final.take_own_norm(terms[0].sum())
         vector, shapes = packed(sums)
         rides = is_cut and reads_grad
         norm = self.final.norm_of_clip(riding=vector if rides else None) if reads_grad else None
-        work = None if rides else start_reduce(vector, self._wrapper.group)
+        work = None if rides else start_reduce(vector, self.wrapper.group)
         sizes = dict(self._witness.sizes)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         return Window(vector, shapes, own, sizes, self._classes, work), norm
