@@ -124,7 +124,7 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if loop.compiled:
         torch._dynamo.reset()
-    cut = made(loop)  # a probe that reads buckets is handed the user's hook
+    cut = made(loop)
     model, parameters = cut.model, list(cut.model.parameters())  # FSDP2 may show others after a forward
     stepped = [p for name, p in model.named_parameters() if p.requires_grad and name.startswith(loop.part)]
     optimizer = OPTIMIZERS[loop.optimizer](stepped)
@@ -293,7 +293,7 @@ def gradient_of(model: nn.Module, loss: Tensor, part: str = "") -> dict[str, Ten
 
 
 def pieces_of(loop: Loop, model: nn.Module, window: int) -> list[Piece]:
-    """Every piece of every rank: examples, micro-batches, or a rank's whole window where buckets are read."""
+    """Every piece of every rank: examples or micro-batches."""
     pieces: list[Piece] = []
     for rank in range(loop.n_data):
         if rank == loop.idle:
