@@ -233,7 +233,7 @@ class WindowReader:
 
     @property
     def _reads_examples(self) -> bool:
-        return self._examples is not None and self._examples.is_open
+        return self._examples is not None and self._examples.norms.is_open
 
     def is_recorded(self) -> bool:
         """Whether the device records a CUDA graph now. Nothing may be launched then.
@@ -255,7 +255,7 @@ class WindowReader:
         Later backwards outside pieces never count.
         """
         self.tap.begin_piece(n)
-        if self._examples is not None and self._examples.is_open:
+        if self._examples is not None and self._examples.norms.is_open:
             self._examples.norms.forget_backwards()
 
     def discard_piece(self) -> None:
@@ -283,7 +283,7 @@ class WindowReader:
             unscale = None if self._grad_scaler is None else self._unscale(self._grad_scaler)
             for gradient, of_piece in zip(self.tap.end_piece(), counts, strict=True):
                 self._sums.add(gradient if unscale is None else gradient.scaled(unscale, self._metrics), of_piece)
-            if self._examples is not None and self._examples.is_open:  # no pipeline's
+            if self._examples is not None and self._examples.norms.is_open:  # no pipeline's
                 self._examples.end_piece(counts[0], unscale)
 
     def _unscale(self, grad_scaler: torch.amp.GradScaler) -> Tensor:
