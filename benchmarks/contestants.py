@@ -283,7 +283,6 @@ PLAIN = Entry("no probe", Plain)
 ENTRIES = {
     "control": Entry("no probe again (control)", Plain),
     "sonde": Entry("sonde", Sonde, has_goal=True),
-    "sonde-buckets": Entry("sonde, tap=comm_hook", partial(Sonde, tap="comm_hook"), alone=False),
     "sonde-examples": Entry("sonde, single examples", partial(Sonde, per_example="always")),
     "snapshot": Entry("snapshot and subtract, as commonly found", SnapshotAndSubtract, ddp=False),
     "rescaled_snapshot": Entry("snapshot and subtract, corrected", RescaledSnapshot, ddp=False, timed=False),

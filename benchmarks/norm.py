@@ -224,28 +224,6 @@ def steady_calls(setup: Setup, case: Case, rounds: int, of_thread: bool) -> dict
     return took
 
 
-def folded_steps(setup: Setup, case: Case, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a clip and a step of fused AdamW, in turn: the clip as a pass of its own, and folded into the step."""
-    parameters, mesh = make(case, setup)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    plan = sonde.group_parameters_for_norm(parameters, mesh=mesh)
-
-    def step(*, folds: bool) -> None:
-        sonde.clip_grad_norm_distributed_(plan, MAX_NORM, fold_into=optimizer if folds else None)
-        optimizer.step()
-
-    took: dict[str, list[float]] = {"scaled": [], "folded": []}
-    for k in range(2 * rounds + 2):
-        folds = k % 2 == 1
-        for p in parameters:
-            assert p.grad is not None
-            p.grad.mul_(2.0)  # so that there is something to clip
-        seconds = _seconds(lambda folds=folds: step(folds=folds), setup.device)
-        if k >= 2:
-            took["folded" if folds else "scaled"].append(seconds)
-    return took
-
-
 def _at_scale(setup: Setup, n_parameters: int) -> dict[str, float]:
     return at_scale.measure(n_parameters)
 
@@ -271,16 +249,12 @@ def measure(device: str, *, quick: bool, one_thread: bool) -> dict[str, Any]:
         rounds = 3 if quick else 30 if sum(n * math.prod(shape) for n, shape in case.shapes) > 1e7 else 150
         result.steady = on_ranks(setup, steady_calls, case, rounds, one_thread, start=start_method)[0]
         results.append(result)
-    large = cases[-1] if quick else next(c for c in cases if c.shapes == LARGE and c.ranks == 1)
-    _say(start, f"folded into a fused step: {large}")
     alone = Setup(ranks=1, threads=1, micro_batches=1, sequences=1, shape=TINY)
-    folded = on_ranks(large.setup(device), folded_steps, large, 3 if quick else 15, start=start_method)[0]
     return {
         "machine": describe(device, compared=()),
         "quick": quick,
         "one_thread": one_thread,
         "results": [dataclasses.asdict(r) for r in results],
-        "folded": {"case": str(large), **folded},
         "at_scale": on_ranks(alone, _at_scale, 100 if quick else at_scale.N_PARAMETERS, start=start_method)[0],
     }
 
@@ -327,16 +301,6 @@ def markdown(measured: dict[str, Any], command: str) -> str:
             over = [first["torch"] / first[name] for name in ("sonde, planned", "sonde")]
             lines.append(f"| {result['case']} | {1e3 * first['torch']:,.3g} | {over[0]:.2f} | {over[1]:.2f} |")
     lines.append("")
-    folded = measured["folded"]
-    saved = statistics.median([1 - f / s for s, f in zip(folded["scaled"], folded["folded"], strict=True)])
-    lines += [
-        "## Folded into a fused step of AdamW",
-        "",
-        f"{folded['case']}: clip and step take {1e3 * statistics.median(folded['scaled']):,.1f} ms with a pass of "
-        f"scaling, {1e3 * statistics.median(folded['folded']):,.1f} ms folded (medians). Compared pair by pair of "
-        f"neighbouring steps, the median saving is {100 * saved:.0f} %.",
-        "",
-    ]
     planned = measured["at_scale"]
     lines += [
         "## One of 4,096 ranks",

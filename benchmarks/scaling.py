@@ -51,7 +51,7 @@ METRICS: tuple[tuple[str, ...], ...] = (
 CUTS_OF_TWO: tuple[Cut, ...] = ("FSDP2", "TP", "CP", "PP")
 CONTEXTS = (32, 128, 512)
 """Tokens in an example, of windows that are one piece and read by single examples."""
-MEASURED = ("control", "sonde", "sonde-buckets", "sonde-examples")
+MEASURED = ("control", "sonde", "sonde-examples")
 
 
 @dataclass(frozen=True)

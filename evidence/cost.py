@@ -31,7 +31,7 @@ SEQUENCES = 2
 CUTS = [(MIDDLE, 1, 1), (MIDDLE, 4, 1), (MIDDLE, 16, 1), (MIDDLE, 2, 2), (MIDDLE, 2, 4), (MIDDLE, 2, 8)]
 CUTS += [("0.1M", 4, 1), ("4.9M", 4, 1)]
 """Shape, micro-batches of each rank, and ranks."""
-CONTESTANTS = ("control", "sonde", "sonde-buckets", "sonde-examples", "snapshot", "fairscale", "adaptdl", "k-diffusion")
+CONTESTANTS = ("control", "sonde", "sonde-examples", "snapshot", "fairscale", "adaptdl", "k-diffusion")
 """Of `benchmarks.contestants`. k-diffusion's is the classical communication hook."""
 COLORS = ("#777777", "#d55e00", "#e69f00", "#cc79a7", "#0072b2", "#009e73", "#56b4e9", "#000000")
 

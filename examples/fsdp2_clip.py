@@ -1,4 +1,4 @@
-"""FSDP2 under torchrun: clip by the norm of the whole model's gradient, planned once and folded into a fused optimizer.
+"""FSDP2 under torchrun: clip by the norm of the whole model's gradient, planned once.
 
 torchrun --nproc-per-node 2 examples/fsdp2_clip.py
 """
@@ -34,14 +34,14 @@ mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 for layer in (model[2], model[4], model):
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
-plan = sonde.group_parameters_for_norm(model.named_parameters(), mesh=mesh)
+plan = sonde.group_parameters_for_norm(model, mesh=mesh)
 
 for step in range(60):
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator)
     batch = torch.stack([text[s : s + CONTEXT + 1] for s in starts]).to(device)
     loss = nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, -1])
     loss.backward()
-    norm = sonde.clip_grad_norm_distributed_(plan, 1.0, fold_into=optimizer)
+    norm = sonde.clip_grad_norm_distributed_(plan, 1.0)
     optimizer.step()
     optimizer.zero_grad()
     if step % 20 == 19 and rank == 0:

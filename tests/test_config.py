@@ -117,7 +117,7 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
         ({"entropy_probe": {"update": {"buffer_dtype": "x"}}}, "update in .* must be .* or a mapping of step_size, "),
         ({"entropy_probe": {"sequence_weights": "x"}}, "sequence_weights in .* must be one of one, length, longest"),
         ({"gns_probe": {"enabled": "yes"}}, "enabled in gns_probe of the config must be true or false, got 'yes'"),
-        ({"gns_probe": {"tap": "hook"}}, "tap in .* must be one of leaf, comm_hook, got 'hook'"),
+        ({"gns_probe": {"per_example": "on"}}, "per_example in .* must be one of auto, always, never, got 'on'"),
         ({"entropy_probe": {"enabled": True, "every": 0}}, "every must be a whole number from 1 up, got 0"),
         ({"entropy_probe": {"every": 1.5}}, "every in entropy_probe of the config must be a whole number, got 1.5"),
         ({"entropy_probe": {"budget": True}}, "budget in .* must be a number, got True"),

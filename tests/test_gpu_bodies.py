@@ -30,7 +30,6 @@ NOT_PRETENDED = {
     "backwards on two streams": "the pretended device has one stream",
     "single examples": "its tensors are not plain ones, which layers must have",
     "a fused optimizer": "torch fuses on devices that it knows",
-    "a clip folded into the optimizer": "torch fuses on devices that it knows",
     **dict.fromkeys(("Adam's metric", "the sign metric", "the spectral metric"), "metrics together show each"),
 }
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from sonde.batch_size.attach import GnsProbeConfig
 from sonde.batch_size.forward_units import UnitsPerPiece
-from sonde.batch_size.taps.ddp_buckets import CommHook
 from sonde.console import stack_level
 from sonde.policy.entropy_change import EntropyProbeConfig, Sampler
 from sonde.policy.policy_entropy import PolicyEntropyProbeConfig
@@ -52,8 +51,6 @@ class ProbesConfig:
         sampler: Sampler | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
-        comm_hook: CommHook | None = None,
-        comm_state: object = None,
         units_per_piece: UnitsPerPiece = None,
         log: LogOrPlaces = None,
     ) -> dict[str, Probe | RolloutProbe]:
@@ -66,8 +63,6 @@ class ProbesConfig:
             sampler: draws fresh responses for the entropy probe.
             grad_scaler: in use, as for `sonde.attach`.
             process_group: the ranks that hold different data; by default those of the model's wrapper.
-            comm_hook: DDP's communication hook of the training, as for `sonde.attach`.
-            comm_state: its state.
             units_per_piece: as for `sonde.attach`, where it is known only in code.
             log: of the run, or what `RunLog` takes; by default one without sinks.
 
@@ -77,9 +72,7 @@ class ProbesConfig:
         if log is not None:
             log = log_of(log, every=self.gns_probe.log_every)
         self.warn_if_nothing_is_on()
-        partners = Partners(
-            model, optimizer, log, token_statistics, sampler, grad_scaler, process_group, comm_hook, comm_state
-        )
+        partners = Partners(model, optimizer, log, token_statistics, sampler, grad_scaler, process_group)
         configs = self._by_key()
         if units_per_piece is not None:
             configs["gns_probe"] = replace(self.gns_probe, units_per_piece=units_per_piece)

@@ -56,8 +56,6 @@ class Partners:
         sampler: draws fresh responses; None for none.
         grad_scaler: in use; None for none.
         process_group: the ranks that hold different data; None for those of the model's wrapper.
-        comm_hook: DDP's communication hook of the training; None for none.
-        comm_state: its state.
     """
 
     model: Any
@@ -67,8 +65,6 @@ class Partners:
     sampler: Any = None
     grad_scaler: Any = None
     process_group: Any = None
-    comm_hook: Any = None
-    comm_state: Any = None
 
 
 class ProbeConfig(Protocol):

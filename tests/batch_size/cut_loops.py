@@ -124,7 +124,7 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if loop.compiled:
         torch._dynamo.reset()
-    cut = made(loop)  # a probe that reads buckets is handed the user's hook
+    cut = made(loop)
     model, parameters = cut.model, list(cut.model.parameters())  # FSDP2 may show others after a forward
     stepped = [p for name, p in model.named_parameters() if p.requires_grad and name.startswith(loop.part)]
     optimizer = OPTIMIZERS[loop.optimizer](stepped)
@@ -165,7 +165,7 @@ def train(loop: Loop, *, probed: bool, compares: bool = True) -> dict[str, Any]:
             result["windows"].append({metric: last_window(probe, metric) for metric in loop.metric})
         result["collectives"] += [n_collectives() - before] if window >= 0 else []
         if compares and probe and is_first:
-            result["by hand"].append(by_hand(loop, whole, window, squares, probe._reader.groups))
+            result["by hand"].append(by_hand(loop, whole, window, squares, probe._tracker.groups))
         result["weights"].append(joined(model.parameters()))
     result |= ended(probe) if probe else {}
     result["optimizer"] = joined(t for t in tree_leaves(optimizer.state_dict()["state"]) if isinstance(t, Tensor))
@@ -293,7 +293,7 @@ def gradient_of(model: nn.Module, loss: Tensor, part: str = "") -> dict[str, Ten
 
 
 def pieces_of(loop: Loop, model: nn.Module, window: int) -> list[Piece]:
-    """Every piece of every rank: examples, micro-batches, or a rank's whole window where buckets are read."""
+    """Every piece of every rank: examples or micro-batches."""
     pieces: list[Piece] = []
     for rank in range(loop.n_data):
         if rank == loop.idle:
@@ -312,7 +312,7 @@ def pieces_of(loop: Loop, model: nn.Module, window: int) -> list[Piece]:
                     loss_of(loop, model, row) * (1.0 if loop.weighted or parts == 1 else 1 / parts) for row in rows
                 ]
             own += [(gradient_of(model, loss, loop.part), weight / parts, units / parts) for loss in losses]
-        pieces += [merged(own)] if loop.options.get("tap") == "comm_hook" else own
+        pieces += own
     return pieces
 
 
@@ -380,7 +380,7 @@ def assert_near(loop: Loop, metric: str, found: Values, exact: Values, effective
     elif loop.hook == "bf16":  # rounds each element by up to 2⁻⁸: B moves by the square of that, κ by its mean
         assert found[0] == pytest.approx(exact[0], abs=3e-3 * exact[0][0])
     # Where a rank's whole window is one piece, S and B differ by less.
-    elif metric == "euclidean" and "tap" not in loop.options and loop.n_pieces > 1:
+    elif metric == "euclidean" and loop.n_pieces > 1:
         assert_same_values(found, exact, effective_units)
     else:
         # fp32 gradients: a few 1e-7 of S and B, amplified by their difference. A group's |G|² may be many times its

@@ -146,16 +146,13 @@ def perhaps_compiled(model: nn.Module, loop: Loop) -> nn.Module:
 
 
 def in_ddp(model: nn.Module, loop: Loop) -> Cut:
-    """The user's hook is registered, or handed to the probe that reads buckets by a hook of its own."""
-    ddp, arguments = DistributedDataParallel(model, **loop.ddp), {}
+    """With the user's hook registered."""
+    ddp = DistributedDataParallel(model, **loop.ddp)
     if loop.hook:
         hook = HOOKS[loop.hook]
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2) if loop.hook == "powersgd" else None
-        if loop.options.get("tap") == "comm_hook":
-            arguments = {"comm_hook": hook, "comm_state": state}
-        else:
-            ddp.register_comm_hook(state, hook)
-    return Cut(loop, perhaps_compiled(ddp, loop), arguments)
+        ddp.register_comm_hook(state, hook)
+    return Cut(loop, perhaps_compiled(ddp, loop))
 
 
 def sharded(model: Any, loop: Loop, **options: Any) -> Any:

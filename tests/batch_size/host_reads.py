@@ -19,7 +19,6 @@ OF_A_CLIP = {
     "gradient_norm/global_norm.py:error_of_peers",
     "gradient_norm/scaling.py:_coefficient",
     "gradient_norm/power_sums.py:_square_sum_in_blocks",
-    "gradient_norm/fused_clip.py:fold",
 }
 """A clip looks at its norm and at its ranks' errors, if these are at hand: not on a GPU."""
 OF_A_MESH = {

@@ -14,7 +14,7 @@ from tests.batch_size.cuts import made
 from tests.batch_size.set_ups import Loop
 from tests.ranks import Ranks
 
-EVERY_FIFTH = {"every": 5, "tap": "leaf"}
+EVERY_FIFTH = {"every": 5}
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,8 @@ EVERY_FIFTH = {"every": 5, "tap": "leaf"}
     [
         Loop("ddp", windows=50, n_pieces=3, options=EVERY_FIFTH),
         Loop("ddp", windows=50, n_pieces=1, clips=False, options=EVERY_FIFTH),
-        Loop("ddp", windows=50, n_pieces=1, options=EVERY_FIFTH | {"tap": "comm_hook"}),
     ],
-    ids=["leaves, pieces", "leaves, no clip", "buckets"],
+    ids=["pieces", "no clip"],
 )
 def test_one_collective_in_measured_windows_and_none_in_the_others(ranks2: Ranks, loop: Loop) -> None:
     results = ranks2(both, loop, False)

@@ -27,11 +27,6 @@ def trained(loop: Loop, compares: bool = False) -> dict[str, Any]:
 
 GPIPE = Loop("pp", schedule="ScheduleGPipe")
 UNUSABLE: dict[str, tuple[int, Loop, str]] = {
-    "buckets that are reduced in every piece": (
-        2,
-        Loop("ddp", sync="every", options={"tap": "comm_hook"}),
-        "accumulate under model.no_sync()",
-    ),
     "no process_group=": (
         2,
         Loop("plain", summed=True, says_so=False, clips=False),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -182,32 +181,13 @@ def without_a_piece(probe: Any, model: Any, generator: torch.Generator, rank: in
         optimizer.zero_grad()
 
 
-def in_a_graph(probe: Any, model: Any, generator: torch.Generator, rank: int) -> None:
-    """The second window runs while the device seems to record a graph."""
-    for window in range(3):
-        recorded = mock.patch("sonde.batch_size.taps.tap.is_capturing", return_value=window == 1)
-        with recorded, no_reads_of_norms() if window == 1 else contextlib.nullcontext():
-            window_of(model, probe, generator, 1)
-        probe.step()
-        model.zero_grad()
-
-
-@contextlib.contextmanager
-def no_reads_of_norms() -> Iterator[None]:
-    """Inside, a bucket's norms must not be read."""
-    read = "sonde.batch_size.taps.ddp_buckets.GradientTerms.take"
-    with mock.patch(read, side_effect=AssertionError("a bucket was read")):
-        yield
-
-
 LOOPS: dict[str, tuple[Callable[..., None], dict[str, Any], int, dict[str, int]]] = {
-    "a hook registered after attach": (hook_registered_late, {"tap": "leaf"}, 10, {}),
+    "a hook registered after attach": (hook_registered_late, {}, 10, {}),
     "a NaN on one rank": (one_nan, {}, 2, {"not finite": 1}),
     "no reduction": (never_reduces, {}, 0, {"ranks did not average their gradients (local SGD, model.no_sync())": 1}),
     "an optimizer's state is made": (state_is_made, {}, 4, {"": 1}),
     "the step ends the window": (the_step_ends, {}, 6, {}),
     "a rank without a piece": (without_a_piece, {}, 0, {"": 6}),
-    "buckets in a CUDA graph": (in_a_graph, {"tap": "comm_hook"}, 2, {"backwards ran inside a CUDA graph": 1}),
 }
 
 
@@ -238,7 +218,7 @@ def bias_before_batch_norm() -> tuple[int, dict[str, int]]:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3)))
     model.register_comm_hook(None, in_fp16)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with attached(model, tap="leaf") as probe:
+    with attached(model) as probe:
         for _ in range(10):
             for k in range(2):
                 x = torch.randn(8, 6, generator=generator)

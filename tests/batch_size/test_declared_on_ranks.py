@@ -24,9 +24,7 @@ UNITS = 4.0
 """That each piece is said to have."""
 NOT_ALL_DECLARED = "a rank had backwards outside piece(), each counted as a piece of units_per_piece"
 UNKNOWN = "the number of units in a piece is not known"
-OUTSIDE = "a backward outside piece(), or in a piece that was interrupted, added to the gradients, and DDP's buckets"
 CHANGED = "the gradient is not a multiple of the sum of its pieces"
-BUCKETS: dict[str, Any] = {"tap": "comm_hook"}
 
 
 @dataclass(frozen=True)
@@ -142,17 +140,13 @@ CASES = {
         Case(SHARED, dict.fromkeys(range(3), NOT_ALL_DECLARED), {"units_per_piece": UNITS}, readers=(0,)),
     ],
 }
-OF_BUCKETS = [
-    Case(((1, 0),) * 3, dict.fromkeys(range(3), OUTSIDE), BUCKETS),
-    Case(((1, 0),) * 3, {0: NOT_ALL_DECLARED, 1: OUTSIDE, 2: OUTSIDE}, BUCKETS | {"units_per_piece": 4}),
-]
 
 
 @pytest.mark.parametrize(
     ("cut", "n_ranks"), [("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3), ("fsdp over sp", 4)], ids=str
 )
 def test_a_rank_without_pieces_fills_up(request: pytest.FixtureRequest, cut: str, n_ranks: int) -> None:
-    cases = CASES[n_ranks] + (OF_BUCKETS if (cut, n_ranks) == ("ddp", 2) else [])
+    cases = CASES[n_ranks]
     for results in request.getfixturevalue(f"ranks{n_ranks}")(windows_of, cut, cases):
         for case, result in zip(cases, results, strict=True):
             check(cut, case, result)

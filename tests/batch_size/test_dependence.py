@@ -78,7 +78,7 @@ def test_independent_micro_batches_are_not_accused(weights: tuple[float, ...]) -
 # Ranks.
 
 
-def with_same_data(whose: str, n_pieces: int, tap: str, n: int) -> tuple[sonde.NoiseScaleReading, dict[str, str]]:
+def with_same_data(whose: str, n_pieces: int, n: int) -> tuple[sonde.NoiseScaleReading, dict[str, str]]:
     """All ranks have the same data, the last two of three, or none; or each rank repeats its own."""
     rank = dist.get_rank()
     seed = {"all": 0, "two": min(rank, 1)}.get(whose, rank)
@@ -88,26 +88,24 @@ def with_same_data(whose: str, n_pieces: int, tap: str, n: int) -> tuple[sonde.N
             return pieces_of(4, seed=1000 * rank + window) * n_pieces
         return pieces_of(*[4] * n_pieces, seed=1000 * seed + window)
 
-    return run(DistributedDataParallel(small_model()), windows, n, tap=tap)
+    return run(DistributedDataParallel(small_model()), windows, n)
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "whose", "n_pieces", "tap", "said"),
+    ("n_ranks", "whose", "n_pieces", "said"),
     [
-        (2, "all", 3, "leaf", "do all ranks"),
-        (2, "all", 1, "leaf", "do all ranks"),
-        (2, "repeated", 3, "leaf", "several micro-batches of a rank"),
-        (3, "two", 1, "leaf", "two ranks (1 and 2) had the same gradient"),
-        (3, "two", 3, "leaf", "two ranks (1 and 2) had the same gradient"),
-        (3, "two", 1, "comm_hook", "two ranks (1 and 2) had the same gradient"),
-        (3, "none", 1, "leaf", ""),
-        (3, "none", 1, "comm_hook", ""),
+        (2, "all", 3, "do all ranks"),
+        (2, "all", 1, "do all ranks"),
+        (2, "repeated", 3, "several micro-batches of a rank"),
+        (3, "two", 1, "two ranks (1 and 2) had the same gradient"),
+        (3, "two", 3, "two ranks (1 and 2) had the same gradient"),
+        (3, "none", 1, ""),
     ],
 )
 def test_ranks_with_the_same_data_are_named(
-    request: pytest.FixtureRequest, n_ranks: int, whose: str, n_pieces: int, tap: str, said: str
+    request: pytest.FixtureRequest, n_ranks: int, whose: str, n_pieces: int, said: str
 ) -> None:
-    for reading, alerts in request.getfixturevalue(f"ranks{n_ranks}")(with_same_data, whose, n_pieces, tap, 12):
+    for reading, alerts in request.getfixturevalue(f"ranks{n_ranks}")(with_same_data, whose, n_pieces, 12):
         assert said in alerts.get("same_data", "")
         assert bool(said) == bool(alerts)
         if whose == "all":  # with one piece, there is nothing within ranks to compare with, but no noise at all
@@ -116,7 +114,7 @@ def test_ranks_with_the_same_data_are_named(
 
 
 def test_consistency_is_about_one_on_sound_data(ranks2: Ranks) -> None:
-    for reading, alerts in ranks2(with_same_data, "none", 3, "leaf", 100):
+    for reading, alerts in ranks2(with_same_data, "none", 3, 100):
         # 100 windows of 2 ranks and some ten effective dimensions: about 8 % of scatter.
         assert reading.consistency == pytest.approx(1.0, abs=0.2)
         assert "same_data" not in alerts
@@ -133,7 +131,7 @@ def one_spike() -> list[bool]:
             return list(zip(x, (40.0 if window == 4 else 1.0) * y, strict=True))
 
         torch.manual_seed(0)
-        reading, _ = run(DistributedDataParallel(nn.Linear(3, 1)), windows, 45, tap="leaf")
+        reading, _ = run(DistributedDataParallel(nn.Linear(3, 1)), windows, 45)
         accused.append("same_data" in reading.doubts)
     return accused
 

@@ -18,8 +18,8 @@ import sonde
 from sonde.batch_size import hooks
 from sonde.batch_size.per_example.piece import PieceSums
 from sonde.batch_size.step_watch import StepWatch
-from sonde.batch_size.taps.ddp_buckets import DDPBucketTap
-from sonde.batch_size.taps.leaf_hooks import LeafHookTap, PieceGradient
+from sonde.batch_size.taps.leaf_hooks import PieceGradient
+from sonde.batch_size.taps.tap import Tap
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.ranks import Ranks
 
@@ -59,7 +59,7 @@ def _failing(owner: type, method: str) -> Any:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize(("owner", "method"), [(PieceGradient, "take"), (LeafHookTap, "_opens_backward")])
+@pytest.mark.parametrize(("owner", "method"), [(PieceGradient, "take"), (Tap, "_opens_backward")])
 def test_leaf_hooks(owner: type, method: str, declared: bool, caplog: pytest.LogCaptureFixture) -> None:
     expected = _trained(small_model(), None, declared=False)
     model = small_model()
@@ -74,7 +74,7 @@ def test_leaf_hooks(owner: type, method: str, declared: bool, caplog: pytest.Log
 def test_measuring_goes_on_with_the_next_window() -> None:
     model = small_model()
     with attached(model, units_per_piece=4, per_example="never") as probe:
-        with _failing(LeafHookTap, "_opens_backward"):
+        with _failing(Tap, "_opens_backward"):
             _trained(model, probe, declared=True, windows=1)
         _trained(model, probe, declared=True, windows=2)
         reading = probe.reading()
@@ -121,19 +121,19 @@ def test_a_step_of_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     assert "sonde failed inside a hook" in caplog.text
 
 
-def _on_ranks(method: str) -> tuple[bool, dict[str, int]]:
+def _on_ranks(owner: type, method: str) -> tuple[bool, dict[str, int]]:
     model = DistributedDataParallel(small_model())
     expected = _trained(model, None, declared=False, n_pieces=1)
     model = DistributedDataParallel(small_model())
-    probe = sonde.attach(model, unit="rows", units_per_piece=4, tap="comm_hook", every=1, verbose=False)
+    probe = sonde.attach(model, unit="rows", units_per_piece=4, every=1, verbose=False)
     # Only one of the ranks fails, and the other must not wait for it.
-    with probe, _failing(DDPBucketTap, method) if dist.get_rank() == 0 else contextlib.nullcontext():
+    with probe, _failing(owner, method) if dist.get_rank() == 0 else contextlib.nullcontext():
         found = _trained(model, probe, declared=False, n_pieces=1)
         return all(torch.equal(found[name], value) for name, value in expected.items()), dict(probe.reading().dropped)
 
 
-@pytest.mark.parametrize("method", ["_read", "counts"])
-def test_buckets_of_ddp(ranks2: Ranks, method: str) -> None:
-    for is_same, dropped in ranks2(_on_ranks, method):
+@pytest.mark.parametrize(("owner", "method"), [(PieceGradient, "summary"), (Tap, "_opens_backward")])
+def test_one_rank_fails(ranks2: Ranks, owner: type, method: str) -> None:
+    for is_same, dropped in ranks2(_on_ranks, owner, method):
         assert is_same
         assert dropped == {DROPPED: 3}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sonde
-from sonde.batch_size.taps import leaf_hooks
+from sonde.batch_size.taps import tap
 from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL
 from tests.batch_size.loops import attached, batch, mean_loss, small_model
 from tests.mutants import Mutant
@@ -76,7 +76,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0) if scaled else None
     options = {"grad_scaler": scaler, "log_every": 4, "groups": str, "staging_mib": 8.0} | options
-    with mock.patch.object(leaf_hooks, "STAGED_NUMEL", waits):  # the model has gradients of both kinds
+    with mock.patch.object(tap, "STAGED_NUMEL", waits):  # the model has gradients of both kinds
         probe = attached(model, optimizer, **options) if probed else None
     generator = torch.Generator(device="cpu").manual_seed(0)
     no_reads = pretended.no_reads() if pretended is not None else contextlib.nullcontext()
@@ -151,8 +151,8 @@ READS = [
     Mutant(
         "a value is looked at when a piece is added",
         "sonde.batch_size.taps.window_sums:WindowSums.add",
-        "self.count(counts)",
-        "self.count(counts); float(gradient.witness.sum())",
+        "self._count(counts)",
+        "self._count(counts); float(gradient.witness.sum())",
     ),
     Mutant(
         "a norm is looked at in a hook",

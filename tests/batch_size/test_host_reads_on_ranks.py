@@ -24,18 +24,16 @@ WATCHED = 2
 WINDOWS_BEFORE = 15
 """There they come after these."""
 METRICS = ("euclidean", "sign")  # the others need whole matrices or moments
-BUCKETS, EXAMPLES = {"tap": "comm_hook"}, {"per_example": "always"}
+EXAMPLES = {"per_example": "always"}
 
 OF_TWO = {
-    "DDP, leaf hooks": Loop("ddp", options={"tap": "leaf"}),
-    "DDP, buckets": Loop("ddp", options=BUCKETS),
-    "DDP, a hook of the user's": Loop("ddp", hook="bf16", clips=False, options=BUCKETS),
+    "DDP, leaf hooks": Loop("ddp"),
+    "DDP, a hook of the user's": Loop("ddp", hook="bf16", clips=False),
     "DDP, a GradScaler": Loop("ddp", scaled=True),
     "DDP, further metrics": Loop("ddp", metric=(*METRICS, "adam", "spectral")),
     "DDP, one window in three": Loop("ddp", options={"every": 3}),
     "DDP, a budget": Loop("ddp", options={"every": None, "budget": 0.5}),
     "DDP, single examples": Loop("ddp", covered=True, options=EXAMPLES),
-    "DDP, a clip folded into the optimizer": Loop("ddp", optimizer="fused"),
     "FSDP2": Loop(),
     "FSDP2, only windows": Loop(clips=False),
     "FSDP2, mixed precision": Loop(bf16="parameters"),
@@ -68,18 +66,15 @@ def reads_of(name: str) -> set[str]:
     cut, reads = made(loop), HostReads()
     trained = [p for p in cut.model.parameters() if p.requires_grad]
     # It steps parameters of one kind in a few operators: each operator is looked at, and these are none of sonde's.
-    are_alike, folds = len({type(p) for p in trained}) == 1, loop.optimizer == "fused"
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=folds, foreach=are_alike and not folds)
-    plan = sonde.group_parameters_for_norm(trained) if folds else None
+    are_alike = len({type(p) for p in trained}) == 1
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=are_alike)
     every = loop.options.get("every", 1)
     with attached(cut, optimizer, log=sonde.RunLog(every=2)) as probe:
         for window in watched(reads, every):
             run_pieces(cut, probe, window)
             cut.reduce()
             cut.scaler.unscale_(optimizer)
-            probe.clip_grad_norm_(0.1) if loop.clips and not folds else probe.step()
-            if plan is not None:
-                sonde.clip_grad_norm_distributed_(plan, 0.1, fold_into=optimizer)
+            probe.clip_grad_norm_(0.1) if loop.clips else probe.step()
             cut.scaler.step(optimizer)
             cut.scaler.update()
             optimizer.zero_grad()
@@ -105,7 +100,7 @@ def test_only_what_a_cpu_has_at_hand_is_read(ranks2: Ranks, ranks4: Ranks) -> No
 
 
 CLIPS = {
-    2: [name for name in OF_TWO if name.endswith(("leaf hooks", "optimizer", "mixed precision", "tensor parallelism"))],
+    2: [name for name in OF_TWO if name.endswith(("leaf hooks", "mixed precision", "tensor parallelism"))],
     4: ["HSDP", "FSDP2 over tensor parallelism", "a pipeline over FSDP2"],
 }
 
@@ -144,12 +139,6 @@ READS = [
         "start_copy_to_host(flat.cpu())",
     ),
     Mutant(
-        "buckets",
-        "sonde.batch_size.taps.ddp_buckets:DDPBucketTap._read",
-        "self._witnessed |= elements",
-        "self._witnessed |= elements; [float(each.sum()) for each in elements.values()]",
-    ),
-    Mutant(
         "shards",
         "sonde.batch_size.taps.window_reader:FinalGradient.witness",
         "elements: dict[int, Tensor] = {}",
@@ -176,7 +165,6 @@ READS = [
 ]
 BROKEN = {
     "a copy to the host": "DDP, leaf hooks",
-    "buckets": "DDP, buckets",
     "shards": "FSDP2",
     "single examples": "FSDP2, single examples",
     "shared sequences": "context parallelism under DDP",

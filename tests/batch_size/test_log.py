@@ -74,8 +74,8 @@ def test_cost_counts_every_second_once() -> None:
     model = small_model()
     sink = Recording()
     with attached(model, sinks=[sink], log_every=1) as probe:
-        end_piece = probe._tap.end_piece  # type: ignore[union-attr]
-        probe._tap.end_piece = lambda: (time.sleep(0.2), end_piece())[1]  # type: ignore[union-attr,assignment]
+        end_piece = probe._reader.tap.end_piece  # type: ignore[union-attr]
+        probe._reader.tap.end_piece = lambda: (time.sleep(0.2), end_piece())[1]  # type: ignore[union-attr,assignment]
         train(model, probe, sizes=(4, 4))
     metrics = sink.of_kind("reading")[0]["metrics"]
     assert 0.4 <= metrics["cost/seconds_per_window"] < 0.8  # 0.8 if they were counted twice

@@ -16,7 +16,7 @@ from tests.ranks import Ranks
 
 SIGN, SUMS, EVERY = ("euclidean", "sign"), ("euclidean", "adam"), ("euclidean", "adam", "sign", "spectral")
 THREE = ("euclidean", "adam", "sign")
-EXAMPLES, BUCKETS, LEAVES = {"per_example": "always"}, {"tap": "comm_hook"}, {"tap": "leaf"}
+EXAMPLES = {"per_example": "always"}
 VIEWS, SMALL = {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}
 IN_LOOP, IN_V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
@@ -37,8 +37,6 @@ CASES: dict[str, tuple[int, Loop]] = {
     ),
     # DDP.
     "DDP, exact": (2, Loop("ddp", exact=True, metric=EVERY, clips="torch", windows=3)),
-    "DDP, buckets, exact": (2, Loop("ddp", exact=True, metric=EVERY, options=BUCKETS, windows=3)),
-    "DDP, buckets, exact, clipped by torch": (2, Loop("ddp", exact=True, clips="torch", options=BUCKETS)),
     "DDP": (2, Loop("ddp", weighted=True, metric=EVERY, optimizer="two groups", windows=3)),
     "DDP, every piece reduces, no clip": (2, Loop("ddp", sync="every", clips=False)),
     "DDP, one piece": (2, Loop("ddp", n_pieces=1)),
@@ -48,15 +46,8 @@ CASES: dict[str, tuple[int, Loop]] = {
     "DDP, a static graph": (2, Loop("ddp", ddp={"static_graph": True}, sync="every", late=1)),
     "DDP, small buckets, 3 ranks": (3, Loop("ddp", ddp=SMALL)),
     "DDP, unused parameters": (2, Loop("ddp", ddp={"find_unused_parameters": True}, sync="every")),
-    "DDP, Adam's metric alone": (2, Loop("ddp", metric=("adam",), optimizer="amsgrad", options=LEAVES, windows=3)),
+    "DDP, Adam's metric alone": (2, Loop("ddp", metric=("adam",), optimizer="amsgrad", windows=3)),
     "DDP, attached late": (2, Loop("ddp", metric=EVERY, late=1)),
-    "DDP, buckets": (2, Loop("ddp", metric=EVERY, optimizer="fused", options=BUCKETS, windows=3)),
-    "DDP, buckets, one piece, small": (2, Loop("ddp", n_pieces=1, ddp=SMALL, options=BUCKETS)),
-    "DDP, buckets, one piece, views, no clip": (2, Loop("ddp", n_pieces=1, ddp=VIEWS, clips=False, options=BUCKETS)),
-    "DDP, buckets, the user's hook": (2, Loop("ddp", hook="allreduce", options=BUCKETS)),
-    "DDP, buckets, bf16 hook": (2, Loop("ddp", hook="bf16", clips=False, options=BUCKETS)),
-    "DDP, buckets, a GradScaler": (2, Loop("ddp", scaled=True, clips=False, options=BUCKETS)),
-    "DDP, buckets, Adam's metric alone": (2, Loop("ddp", metric=("adam",), options=BUCKETS, windows=3)),
     "DDP, examples": (2, Loop("ddp", covered=True, options=EXAMPLES)),
     "DDP, examples, 3 ranks, no clip": (3, Loop("ddp", covered=True, clips=False, weighted=True, options=EXAMPLES)),
     # A plain model, whose gradients the loop reduces.
@@ -251,7 +242,7 @@ def test_a_window_is_that_of_one_process_and_training_is_unchanged(request: pyte
         assert result["setup"]["ranks"] == ranks_with_data // (1 + loop.has("tp", "sp", "cp") * (not loop.has("pp")))
         assert ("experts over" in result["setup"]["wrapper"]) == (loop.has("ep") and loop.n_feeding > 1)
         assert ("over context parallelism" in result["setup"]["wrapper"]) == loop.has("cp")
-        assert result["tap"].startswith("DDP's communication hook" if loop.options is BUCKETS else "leaf hooks")
+        assert result["tap"].startswith("leaf hooks")
         if loop.options is EXAMPLES:
             assert result["reading"].u == 1.0
             of_ranks = [units for rank, units in enumerate(UNITS[:n_ranks]) if rank != loop.idle]
@@ -276,7 +267,6 @@ PEFT: dict[str, tuple[int, Loop]] = {
         ),
     ),
     "LoRA below DDP": (2, Loop("ddp", adapters="whole", peft=True, weighted=True, metric=SUMS, windows=3)),
-    "LoRA below DDP, buckets": (2, Loop("ddp", adapters="whole", peft=True, metric=SUMS, options=BUCKETS, windows=3)),
     "LoRA below FSDP2": (2, Loop(adapters="sharded", peft=True, head=False, clips=False)),
     "LoRA made after sharding": (
         2,

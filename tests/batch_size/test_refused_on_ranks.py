@@ -151,10 +151,6 @@ NO_CP, SEVERAL = (
 )
 OF_TWO: dict[str, tuple[Callable[[], None], Any]] = {
     # What cannot be measured.
-    "buckets of FSDP2": (
-        lambda: attach(made(Loop()), tap="comm_hook"),
-        "reads DDP's buckets, got a model of kind FSDP2",
-    ),
     "a process group of FSDP2": (lambda: attach(made(Loop()), **WORLD), "a sharded model knows its ranks"),
     "no mesh": (lambda: attach(made(Loop()), mesh=2), "mesh must be a DeviceMesh, got 2"),
     "FSDP1": (lambda: attach(of_the_first_version()), "FSDP's first version does not show the gradients.*fully_shard"),
@@ -195,9 +191,9 @@ OF_TWO: dict[str, tuple[Callable[[], None], Any]] = {
     ),
     "Adam's metric, FSDP2 of one rank": (lambda: in_metric("fsdp over tp", "adam"), "no error"),  # it has it whole
     # Ranks that differ.
-    "a hook on rank 1": (
-        lambda: attach(ddp(), of_rank_1={"comm_hook": print}),
-        (PEER, "comm_hook= needs tap='comm_hook'"),
+    "a scaler on rank 1": (
+        lambda: attach(ddp(), of_rank_1={"grad_scaler": print}),
+        (PEER, "grad_scaler must be a torch.amp.GradScaler"),
     ),
     "a frozen stage": (lambda: stage("frozen"), ("the model", "another rank's pipeline stage.* stage 0: the model")),
     "a stage without parameters": (
@@ -227,10 +223,6 @@ OF_TWO: dict[str, tuple[Callable[[], None], Any]] = {
     "compiled on one rank": (compiled_on_one_rank, ("but another rank cannot read them", "is compiled")),
 }
 OF_FOUR: dict[str, tuple[Callable[[], None], Any]] = {
-    "buckets of stages": (
-        lambda: attach(made(Loop("pp ddp", axes={"dp": 2})), tap="comm_hook"),
-        "got a model of kind DistributedDataParallel in pipeline stages",
-    ),
     "a mesh without the stages": (
         lambda: attach(made(Loop("pp ddp", axes={"dp": 2})).model, **of_stages("dp")),
         "pp_mesh= is no axis of mesh=",
@@ -243,10 +235,6 @@ OF_FOUR: dict[str, tuple[Callable[[], None], Any]] = {
     "DDP of other ranks": (
         lambda: sequences("ddp over cp", cp_mesh=cp()["cp"]),
         "DDP averages over other ranks than those of mesh=",
-    ),
-    "buckets over CP": (
-        lambda: attach(made(Loop("ddp over cp")), tap="comm_hook"),
-        "tap='comm_hook' reads DDP's buckets",
     ),
     "CP over TP": (
         lambda: sequences("fsdp over tp", cp_mesh=mesh_of((2, 2), ("dp", "tp"))["dp"]),

@@ -164,7 +164,7 @@ def test_reading_that_closes_within_a_window_gives_that_window_no_examples() -> 
                 with probe.piece(units=4):
                     mean_loss(model, x, y).backward()
             if closes:
-                probe._reader._examples.close()  # type: ignore[union-attr]
+                probe._reader._examples.norms.close()  # type: ignore[union-attr]
             probe.step()
             model.zero_grad()
         assert probe.reading().windows >= 2

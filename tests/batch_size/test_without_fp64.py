@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from sonde.batch_size.taps.leaf_hooks import GradientSummary
 from sonde.batch_size.taps.metric import Euclidean, add_parts
-from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.window_sums import WindowSums, read_rows
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import piece_counts
 from sonde.gradient_norm import global_norm
 from sonde.parallel import devices
+from sonde.parallel.data_ranks import DataRanks
 from tests.batch_size.cut_loops import assert_near, train
 from tests.batch_size.loops import Recording, attached, batch, mean_loss, small_model
 from tests.batch_size.set_ups import Loop
@@ -76,7 +77,9 @@ def squares_of(n_parameters: int, n_pieces: int) -> tuple[float, float]:
     truth = 10.0 ** (4.0 * torch.rand(n_parameters, 1, generator=generator) - 3.0) * torch.ones(4)
     owners, total, cpu = tuple(range(n_parameters)), torch.zeros(n_parameters, 4).double(), torch.device("cpu")
     witness = Witness([()])
-    sums = WindowSums([0] * n_parameters, n_groups=1, metrics=[Euclidean()], witness=witness, device=cpu)
+    sums = WindowSums(
+        [0] * n_parameters, n_groups=1, metrics=[Euclidean()], witness=witness, device=cpu, data=DataRanks()
+    )
     no_elements = torch.zeros(witness.size).double()
     for _ in range(n_pieces):
         piece = truth * (1.0 + torch.randn(truth.shape, generator=generator))
@@ -101,7 +104,7 @@ def on_ranks(loop: Loop) -> dict[str, Any]:
         return train(loop, probed=True)
 
 
-@pytest.mark.parametrize("loop", [Loop("ddp", clips=False, options={"tap": "comm_hook"}), Loop(clips=False)], ids=str)
+@pytest.mark.parametrize("loop", [Loop("ddp", clips=False), Loop(clips=False)], ids=str)
 def test_ranks_sum_in_fp32(ranks2: Ranks, loop: Loop) -> None:
     results = ranks2(on_ranks, loop)
     for result in results:

@@ -7,7 +7,6 @@ in every cut besides. The mutants at the end break a tap on purpose. Each must b
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.batch_size.set_ups import Loop
 from tests.mutants import Mutant
 from tests.ranks import Ranks
 
-AUTO, LEAVES, BUCKETS = {"per_example": "auto"}, {"tap": "leaf"}, {"tap": "comm_hook"}
+AUTO = {"per_example": "auto"}
 VIEWS, SMALL = {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}
 SPARSE_PACE = {"every": 3}
 """Not every window is measured. Ranks measure the first 16 in any case."""
@@ -61,32 +60,27 @@ for name, options in {
 OF_THREE: dict[str, Loop] = {"one piece": drawing("ddp", n_pieces=1, covered=True, options=AUTO)}
 """Averages over 3 ranks are rounded. Over 2, an average is exact."""
 
-for tap, options in (("leaves", LEAVES), ("buckets", BUCKETS)):
-    OF_TWO |= {
-        f"{tap}, views of buckets": drawing("ddp", n_pieces=1, ddp=VIEWS, options=options),
-        f"{tap}, small buckets, one window in three": drawing("ddp", ddp=SMALL, options=options | SPARSE_PACE),
-        f"{tap}, the user's hook": drawing("ddp", hook="bf16", options=options),
-        f"{tap}, the user's hook, one window in three": drawing(
-            "ddp", n_pieces=1, hook="bf16", options=options | SPARSE_PACE
-        ),
-    }
-    OF_THREE |= {
-        f"{tap}, one window in three": drawing("ddp", clips=False, options=options | SPARSE_PACE),
-        f"{tap}, a sparse gradient": drawing("ddp", sparse=True, optimizer="SGD", clips=False, options=options),
-    }
-    # Half of all combinations: any three of the four options meet.
-    for view, static, (i, (n_pieces, sync)) in itertools.product(
-        (False, True), (False, True), enumerate(((1, "last"), (2, "every"), (2, "last")))
-    ):
-        set_to_none = (view + static + i) % 2 == 0
-        if static and (n_pieces, sync) == (2, "last"):
-            continue  # PyTorch refuses no_sync in the first iteration of a static graph
-        if view and tap == "buckets":
-            continue  # refused on 3 ranks
-        words = "views" * view, "a static graph" * static, "set to 0" * (not set_to_none)
-        name = ", ".join(filter(None, (tap, f"{n_pieces} pieces, {sync} reduces", *words)))
-        ddp = SMALL | {"gradient_as_bucket_view": view, "static_graph": static}
-        OF_THREE[name] = drawing("ddp", ddp=ddp, n_pieces=n_pieces, sync=sync, set_to_none=set_to_none, options=options)
+OF_TWO |= {
+    "views of buckets": drawing("ddp", n_pieces=1, ddp=VIEWS),
+    "small buckets, one window in three": drawing("ddp", ddp=SMALL, options=SPARSE_PACE),
+    "the user's hook": drawing("ddp", hook="bf16"),
+    "the user's hook, one window in three": drawing("ddp", n_pieces=1, hook="bf16", options=SPARSE_PACE),
+}
+OF_THREE |= {
+    "one window in three": drawing("ddp", clips=False, options=SPARSE_PACE),
+    "a sparse gradient": drawing("ddp", sparse=True, optimizer="SGD", clips=False),
+}
+# Half of all combinations: any three of the four options meet.
+for view, static, (i, (n_pieces, sync)) in itertools.product(
+    (False, True), (False, True), enumerate(((1, "last"), (2, "every"), (2, "last")))
+):
+    set_to_none = (view + static + i) % 2 == 0
+    if static and (n_pieces, sync) == (2, "last"):
+        continue  # PyTorch refuses no_sync in the first iteration of a static graph
+    words = "views" * view, "a static graph" * static, "set to 0" * (not set_to_none)
+    name = ", ".join(filter(None, (f"{n_pieces} pieces, {sync} reduces", *words)))
+    ddp = SMALL | {"gradient_as_bucket_view": view, "static_graph": static}
+    OF_THREE[name] = drawing("ddp", ddp=ddp, n_pieces=n_pieces, sync=sync, set_to_none=set_to_none)
 
 
 def assert_measured(loop: Loop, probed: dict[str, Any]) -> None:
@@ -94,8 +88,6 @@ def assert_measured(loop: Loop, probed: dict[str, Any]) -> None:
     windows, is_one_piece = probed["reading"].windows, loop.n_pieces == 1 and loop.has("one")
     if "every" in loop.options:
         assert 5 < windows < 0.8 * loop.windows
-    elif loop.options.get("tap") == "comm_hook" and (loop.sparse or (loop.n_pieces > 1 and loop.sync == "every")):
-        assert windows == 0  # refused, with the reason
     elif not is_one_piece or (loop.options is AUTO and loop.covered):
         assert windows == loop.windows - (loop.metric == ("adam",))
 
@@ -118,49 +110,12 @@ TAPS = "sonde.batch_size.taps."
 CHANGES_TRAINING: list[tuple[Mutant, Loop]] = [
     (
         Mutant(
-            "divides where DDP multiplies",
-            TAPS + "ddp_buckets:_Average.__call__",
-            "buffer.mul_(1.0 / n_ranks)",
-            "buffer.div_(n_ranks)",
-        ),
-        drawing("ddp", options=BUCKETS),
-    ),
-    (
-        Mutant(
-            "multiplies where DDP divides",
-            TAPS + "ddp_buckets:_Average.__call__",
-            "buffer.div_(n_ranks)",
-            "buffer.mul_(1.0 / n_ranks)",
-        ),
-        # Few numbers of a sparse gradient round otherwise; which ones do depends on the processor.
-        replace(OF_THREE["buckets, a sparse gradient"], windows=40),
-    ),
-    (
-        Mutant(
-            "reads buckets that DDP divides in two ways",
-            TAPS + "ddp_buckets:averages_alike",
-            "return not model.gradient_as_bucket_view or",
-            "return True or",
-        ),
-        drawing("ddp", ddp=VIEWS, n_pieces=1, set_to_none=False, options=BUCKETS),
-    ),
-    (
-        Mutant(
-            "scales the bucket while reading it",
-            TAPS + "ddp_buckets:_relay_bucket",
-            "relay.listener(bucket)",
-            "relay.listener(bucket); bucket.buffer().mul_(2)",
-        ),
-        drawing("ddp", options=BUCKETS),
-    ),
-    (
-        Mutant(
             "squares the gradient in place",
             TAPS + "leaf_hooks:PieceGradient.take",
             "grad.clone() if copies else grad",
             "grad.square_()",
         ),
-        drawing("ddp", options=LEAVES),
+        drawing("ddp"),
     ),
     (
         Mutant(
@@ -169,7 +124,7 @@ CHANGES_TRAINING: list[tuple[Mutant, Loop]] = [
             "grad.clone() if copies else grad",
             "(torch.rand(1), grad)[1]",
         ),
-        drawing("ddp", options=LEAVES),
+        drawing("ddp"),
     ),
 ]
 
@@ -186,28 +141,14 @@ def test_a_tap_that_changes_training_is_seen(ranks3: Ranks, mutant: Mutant, loop
 
 MISMEASURES = [
     Mutant(
-        "keeps views of a buffer that is reduced later",
-        TAPS + "ddp_buckets:DDPBucketTap._read",
-        "self.witness.read(i, g).clone()",
-        "self.witness.read(i, g)",
-    ),
-    Mutant(
-        "takes the reduced gradient for the rank's own",
-        TAPS + "ddp_buckets:_relay_bucket",
-        "    relay.listener(bucket)\n    return relay.comm_hook(relay.comm_state, bucket)",
-        "    future = relay.comm_hook(relay.comm_state, bucket)\n        future.wait()\n"
-        "        relay.listener(bucket)\n        return future\n"
-        "    return relay.comm_hook(relay.comm_state, bucket)",
-    ),
-    Mutant(
-        "forgets the weight of a rank's merged piece",
-        TAPS + "window_sums:WindowSums.merge",
-        "self._add_gradient(gradient, self._weight)",
+        "forgets a piece's weight",
+        TAPS + "window_sums:WindowSums.add",
+        "self._add_gradient(gradient, counts.weight)",
         "self._add_gradient(gradient, 1.0)",
     ),
     Mutant(
-        "reads one parameter of a bucket only",
-        TAPS + "ddp_buckets:DDPBucketTap._read",
+        "reads one of the gradients that wait only",
+        TAPS + "leaf_hooks:PieceGradient._keep",
         "self._terms.take(tuple(grads), tuple(grads.values()))",
         "self._terms.take(tuple(grads)[:1], tuple(grads.values())[:1])",
     ),
@@ -217,4 +158,4 @@ MISMEASURES = [
 @pytest.mark.parametrize("mutant", MISMEASURES, ids=lambda mutant: mutant.name)
 def test_a_tap_that_mismeasures_is_seen(ranks2: Ranks, mutant: Mutant) -> None:
     with pytest.raises(AssertionError):
-        check(ranks2, Loop("ddp", windows=6, options=BUCKETS), mutant)  # the same data in all ranks show after 5
+        check(ranks2, Loop("ddp", weighted=True), mutant)

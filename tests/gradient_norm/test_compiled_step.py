@@ -27,10 +27,6 @@ def clips_by_a_plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tenso
     return sonde.clip_grad_norm_distributed_(sonde.group_parameters_for_norm(model), 0.1)
 
 
-def folds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    return sonde.clip_grad_norm_(model.parameters(), 0.1, fold_into=optimizer)
-
-
 @pytest.fixture
 def compiler() -> Iterator[Callable[..., Callable[..., Tensor]]]:
     torch._dynamo.reset()
@@ -40,7 +36,7 @@ def compiler() -> Iterator[Callable[..., Callable[..., Tensor]]]:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, as it compiles
 @pytest.mark.shows("norm and clip", "torch.compile")
-@pytest.mark.parametrize("clip", [clips, clips_in_two_steps, clips_by_a_plan, folds])
+@pytest.mark.parametrize("clip", [clips, clips_in_two_steps, clips_by_a_plan])
 def test_a_compiled_step_with_a_clip_is_the_step(compiler: Callable[..., Callable[..., Tensor]], clip: Step) -> None:
     def train(*, is_compiled: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -31,18 +31,15 @@ def _norms_on(device: str | None) -> list[float]:
             norms.append(sonde.clip_grad_norm_(everything, None, order, mesh=mesh))
             norms.append(sonde.clip_grad_norm_(everything, None, order))
             norms.append(sonde.clip_grad_norm_([ranks_own], None, order, mesh=stages, pp_mesh=stages))
-        plan = sonde.group_parameters_for_norm(everything, mesh=mesh, verify=True)
+        plan = sonde.group_parameters_for_norm(everything, mesh=mesh)
         norms.append(sonde.clip_grad_norm_distributed_(plan, 1.0, nonfinite="skip"))
         norm, by_group = sonde.get_total_norm(gradients, mesh=mesh, by_group=[str(k) for k in range(70)])
         norms += [norm, by_group["3"]]
         sonde.clip_grads_with_norm_(everything, 0.5, 1.0)
         norms.append(sonde.get_total_norm([large.grad]))
-        optimizer = torch.optim.SGD([large], lr=0.1, fused=True)
-        norms.append(sonde.clip_grad_norm_([large], 0.1, fold_into=optimizer))
-        optimizer.step()
     finally:
         torch.set_default_device(None)
-    return [*map(float, norms), float(large.detach().square().sum())]
+    return [*map(float, norms)]
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -14,7 +14,7 @@ from sonde.gradient_norm.scaling import clip_measured_
 
 def measured(plan: NormPlan, thresholds: tuple[float, float], *, failed: float) -> GlobalNorm:
     """A norm as two ranks with these thresholds leave it after their sum; `failed` counts ranks."""
-    total = SummedVector(plan, uses_max=False)
+    total = SummedVector(plan, NormRequest(2.0))
     for rank, threshold in enumerate(thresholds):
         ballot = Ballot("up to 6", uses_max=False)
         ballot.add_digest("max_norm", digest(threshold), contrast(range(2), [rank]))

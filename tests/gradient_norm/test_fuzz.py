@@ -21,7 +21,7 @@ from tests.ranks import Ranks, mesh_of
 
 MESHES = {4: [(4,), (2, 2), (4, 1), (1, 4)], 8: [(8,), (2, 4), (2, 2, 2), (4, 1, 2)]}
 ORDERS = (0.5, 1.0, 1.7, 2.0, 2.0, 2.0, 3.0, 6.0, math.inf)
-CALLS = ("drop-in", "drop-in", "bare", "planned", "planned twice", "two steps", "folded")
+CALLS = ("drop-in", "drop-in", "bare", "planned", "planned twice", "two steps")
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Of a clipped element: two roundings in its dtype, and the norm's in fp32."""
 
@@ -39,7 +39,6 @@ class Layout:
         own: this rank's part of each gradient of its own once it is summed, by name; None without a gradient.
         replicas: of parameters whose layout does not show on how many ranks they are.
         n_partial: collectives that sum partial gradients.
-        may_fold: whether a fused optimizer can scale the gradients of every rank.
     """
 
     text: str
@@ -50,7 +49,6 @@ class Layout:
     own: dict[str, Tensor | None]
     replicas: dict[str, int]
     n_partial: int
-    may_fold: bool = True
 
 
 def _shape(draw: random.Random) -> tuple[int, ...]:
@@ -108,7 +106,6 @@ def drawn(seed: int) -> Layout:
             if kind == "expert" and (has_stages or len(shape) != 2):
                 kind = "plain"
             own = gradient
-            layout.may_fold &= dtype is torch.float32 and kind in ("plain", "none", "expert")
             if kind == "none":
                 placed = None
             elif kind == "plain":
@@ -176,10 +173,7 @@ def _clip(layout: Layout, call: str, order: float, max_norm: float | None) -> tu
         elif call == "bare":
             norm = sonde.clip_grad_norm_(named.values(), max_norm, order)
         else:
-            optimizer = torch.optim.SGD(named.values(), lr=1.0, fused=True) if call == "folded" else None
-            norm = sonde.clip_grad_norm_(named.items(), max_norm, order, fold_into=optimizer, **options)
-    if call == "folded":
-        optimizer.step()  # type: ignore[union-attr]
+            norm = sonde.clip_grad_norm_(named.items(), max_norm, order, **options)
     return float(norm), -1 if call == "bare" else counted.get_total_counts()
 
 
@@ -191,8 +185,6 @@ def _fuzz(first: int, n: int) -> list[str]:
         call, order = draw.choice(CALLS), draw.choice(ORDERS)
         if call == "bare" and (layout.replicas or layout.pp_mesh is not None):
             call = "drop-in"  # only a mesh and a declaration can tell
-        if call == "folded" and not layout.may_fold:
-            call = "planned"
         exact = _norm(layout.dense, order)
         max_norm = draw.choice([None, math.inf, 0.0, 0.3, 0.3 * exact, 0.3 * exact, 3 * exact])
         if exact == 0 or not exact < 1e37:  # beyond fp32
@@ -210,7 +202,7 @@ def _fuzz(first: int, n: int) -> list[str]:
             own = layout.own[name]
             if own is None or any(isinstance(w, Partial) for w in getattr(p.grad, "placements", ())):
                 continue  # a partial gradient is summed by a clip, not by a mere norm or the second of two steps
-            got = -_local(p.detach()) if call == "folded" else _local(p.grad)  # type: ignore[arg-type]
+            got = _local(p.grad)  # type: ignore[arg-type]
             rounding = ROUNDING[p.dtype]
             tiny = torch.finfo(p.dtype).tiny
             if not torch.allclose(got.double(), own * coefficient, rtol=rounding, atol=tiny):

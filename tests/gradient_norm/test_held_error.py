@@ -159,7 +159,7 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     ("norm_type", 7.0, "norm_type must be at most 6, or math.inf, got 7.0"),
 ]
 CASES = [
-    Case("sparse", 2, stray(lambda: plain(torch.zeros(3).to_sparse())), (PEER, "gradient of stray: it is sparse")),
+    Case("complex", 2, stray(lambda: plain(torch.zeros(3) * 1j)), (PEER, "gradient of stray: it is complex")),
     Case(
         "placement",
         2,

@@ -58,7 +58,7 @@ def _on_ranks(is_stages: bool) -> list[float]:
     named = [(f"{dist.get_rank() if is_stages else ''}{name}", p) for name, p in model.named_parameters()]
     named = named[: 1 if is_stages and dist.get_rank() else 2]
     options: dict[str, Any] = {"mesh": mesh, "pp_mesh": mesh if is_stages else None}
-    plan = sonde.group_parameters_for_norm(named, verify=True, **options)
+    plan = sonde.group_parameters_for_norm(named, **options)
     norms = [sonde.clip_grad_norm_(named, None, **options) for _ in range(2)]
     return [float(sonde.clip_grad_norm_distributed_(plan, None)), *map(float, norms)]
 

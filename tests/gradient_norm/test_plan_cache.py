@@ -73,11 +73,9 @@ def test_a_different_request_is_planned_anew(plans: list[int]) -> None:
 
 def test_the_plan_of_a_call_that_raised_is_not_cached(plans: list[int]) -> None:
     ps = parameters()
-    ps[1].grad = torch.eye(2)[0].to_sparse()
     for _ in range(2):
-        with pytest.raises(ValueError, match="sparse"):
-            sonde.clip_grad_norm_(ps, 1.0)
-    ps[1].grad = torch.ones(2)
+        with pytest.raises(ValueError, match="max_norm"):
+            sonde.clip_grad_norm_(ps, -1.0)
     assert float(sonde.clip_grad_norm_(ps, None)) == pytest.approx(6**0.5)
     assert len(plans) == 3
 

@@ -22,13 +22,11 @@ from sonde.batch_size.stats.norm_watch import NormWatch, OwnNorm
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, RoundingTolerance, WindowRow
 from sonde.batch_size.taps.metric import Adds
-from sonde.batch_size.taps.tap import Tap
-from sonde.batch_size.taps.window_reader import Window
+from sonde.batch_size.taps.window_reader import Window, WindowReader
 from sonde.batch_size.taps.window_sums import named, packed, read_rows, unprefixed
 from sonde.batch_size.units import as_vector
 from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import HostCopy, start_copy_to_host
-from sonde.parallel.wrappers import Wrapper
 from sonde.stats.sealed_state import Stateful
 from sonde.wording import plural
 
@@ -251,10 +249,8 @@ class Arrivals:
         frozen: which parameters are frozen, on any rank.
         mechanism: solves windows from their pieces or from single examples.
         pace: of the measured windows.
-        tap: learns that only declared pieces count, once some rank has declared one.
-        wrapper: of the model.
+        reader: of the windows; its tap learns that only declared pieces count, once some rank has declared one.
         counted_in: gives the tensor whose rows are counted as units, in words; empty if none is.
-        n_parts: stages and shards that the model is cut into.
         say: prints a sentence for people.
     """
 
@@ -267,17 +263,15 @@ class Arrivals:
         frozen: FrozenWatch,
         mechanism: Mechanism,
         pace: Pace,
-        tap: Tap,
-        wrapper: Wrapper,
+        reader: WindowReader,
         counted_in: Callable[[], str],
-        n_parts: int,
         say: Callable[[str], None],
     ) -> None:
         self._metrics, self._tracker, self._log = metrics, metrics.headline, log
-        self._rounding, self._mechanism, self._pace, self._tap = rounding, mechanism, pace, tap
-        self._wrapper, self._say, self._frozen = wrapper, say, frozen
+        self._rounding, self._mechanism, self._pace, self._tap = rounding, mechanism, pace, reader.tap
+        self._wrapper, self._say, self._frozen = (wrapper := reader.wrapper), say, frozen
         self._counted_in, self._has_seen_one = counted_in, False
-        self._norms = NormWatch(n_parts)
+        self._norms = NormWatch(reader.final.n_parts)
         # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
         # take the same backwards for pieces: they learn it together, by the first piece that they declare.
         self._shares_pieces = bool(

@@ -17,8 +17,6 @@ from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
 from sonde.batch_size.probe import PLAIN_LOOP, NoiseScaleProbe
 from sonde.batch_size.setup import Groups, NoiseScaleOptions
-from sonde.batch_size.taps.ddp_buckets import CommHook
-from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
 from sonde.parallel.unwrap import Optimizers
 from sonde.probe import Partners
@@ -37,7 +35,6 @@ def attach(
     units_per_piece: UnitsPerPiece = FIRST_DIM,
     groups: Groups = "blocks",
     metric: MetricName | Sequence[MetricName] = "euclidean",
-    tap: TapName = "leaf",
     staging_mib: float | None = None,
     per_example: Literal["auto", "always", "never"] = "auto",
     rules: Mapping[type[nn.Module], GradientsOf] | None = None,
@@ -51,8 +48,6 @@ def attach(
     pp_mesh: DeviceMesh | None = None,
     expert_mesh: DeviceMesh | None = None,
     cp_mesh: DeviceMesh | None = None,
-    comm_hook: CommHook | None = None,
-    comm_state: object = None,
     log: LogOrPlaces = None,
     horizon: float | None = None,
     trainer: str = PLAIN_LOOP,
@@ -75,7 +70,6 @@ def attach(
             "first dim" counts the rows that each forward is called with; None counts nothing.
         groups: "blocks", "kinds", "parameters", None, or a function from a parameter's name to its group's.
         metric: "euclidean", "adam", "sign" or "spectral"; or several of them, the headline first.
-        tap: "leaf" or "comm_hook".
         staging_mib: limit of the memory for gradients that wait, in MiB; None for 8, or 128 on an accelerator.
         per_example: "auto", "always" or "never": whether the gradient of each example is read besides those of pieces.
         rules: rules for layers of your own, whose examples are to be read; see `PerExampleNorms`.
@@ -92,8 +86,6 @@ def attach(
             found without, where FSDP2 cuts the other parameters over these ranks. A mesh of one rank spreads none.
         cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences. They enter the same pieces with the
             same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
-        comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
-        comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
             folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
         horizon: not used: the noise scale now has no horizon. Loops that were written for averages over one pass it.
@@ -133,8 +125,6 @@ def attach(
         options,
         **vars(ranks),
         grad_scaler=grad_scaler,
-        comm_hook=comm_hook,
-        comm_state=comm_state,
         log=log,
         trainer=trainer,
         verbose=verbose,
@@ -170,8 +160,6 @@ class GnsProbeConfig(NoiseScaleOptions):
             self,
             grad_scaler=partners.grad_scaler,
             process_group=partners.process_group,
-            comm_hook=partners.comm_hook,
-            comm_state=partners.comm_state,
             log=log,
         )
         speak_at_exit(probe)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from sonde.batch_size.forward_units import FIRST_DIM, is_of_forward
 from sonde.batch_size.hooks import why_no_hook
 from sonde.batch_size.setup import Groups, NoiseScaleOptions, is_number, n_batch_norms, n_sync_batch_norms
-from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.metric import (
     AdamMetric,
     Euclidean,
@@ -31,7 +30,7 @@ from sonde.parallel.process_groups import ModelParameters, check_same_on_ranks, 
 from sonde.parallel.refused_models import refuse_stage_alone
 from sonde.parallel.shares import is_gathered
 from sonde.parallel.unwrap import Optimizers, given_optimizers, kind_of, parameters_of, settings_of
-from sonde.parallel.wrappers import Wrapper, block_of, check_model, find_wrapper
+from sonde.parallel.wrappers import Wrapper, block_of, check_model, comm_hook_name, find_wrapper
 from sonde.wording import some_of
 
 if TYPE_CHECKING:

@@ -351,9 +351,11 @@ class _Measuring:
         in_16_bits = any(p.dtype.itemsize == 2 for p in self.target.parameters)
         longest = _LONGEST_IN_16_BITS if in_16_bits else math.inf
         for length in window_lengths(self.target.n_data_ranks, longest=longest):
-            n_pieces = self._window(length)
+            n_pieces, *_ = sums = self.target.summed(self._pieces(length))
             if n_pieces < 2:  # what is left cannot be compared with anything
                 break
+            self.target.reduce_gradients()
+            self._end_window(sums)
             if told:
                 so_far = self._so_far(None)
                 for each in told:
@@ -367,14 +369,6 @@ class _Measuring:
             )
         at_limit = self.target.on_all_ranks(here=self.n_taken == most_batches)
         return self._so_far("limit" if at_limit else "data ended")
-
-    def _window(self, length: int) -> float:
-        """Measure a window; returns how many pieces it had on all ranks."""
-        sums = self.target.summed(self._pieces(length))
-        if sums[0] >= 2:
-            self.target.reduce_gradients()
-            self._end_window(sums)
-        return sums[0]
 
     def _pieces(self, length: int) -> list[float]:
         """Take this rank's pieces of a window.

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.setup import n_sync_batch_norms
 from sonde.parallel.devices import to_device
-from sonde.parallel.model_state import preserve_gradients_and_buffers, preserve_modes_and_randomness
+from sonde.parallel.model_state import preserve_buffers, preserve_gradients, preserve_modes_and_randomness
 from sonde.parallel.placements import is_fully_sharded
 from sonde.parallel.process_groups import holds_on_all, start_reduce
 from sonde.parallel.unwrap import unwrap_model
@@ -68,7 +68,8 @@ class MeasuredModel:
             torch.inference_mode(False),  # which also turns gradients on, where torch.no_grad() has turned them off
             _without_collectives(self._ddp),
             preserve_modes_and_randomness(self._model),
-            preserve_gradients_and_buffers(self._model),
+            preserve_buffers(self._model),
+            preserve_gradients(self._model.parameters()),
         ):
             yield
 

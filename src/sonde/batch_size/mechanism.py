@@ -97,8 +97,8 @@ class Mechanism:
 
     def close(self) -> None:
         """Remove every hook."""
-        if self.examples is not None and self.examples.is_open:
-            self.examples.close()
+        if self.examples is not None and self.examples.norms.is_open:
+            self.examples.norms.close()
 
     # Once their numbers are on the host.
 
@@ -175,8 +175,6 @@ def _example_window(model: nn.Module, found: FoundModel) -> ExampleWindow:
     wrapper, options = found.wrapper, found.options
     if options.metrics != ("euclidean",):
         raise ValueError(f"metric={options.metric!r} needs whole gradients: use metric='euclidean'")
-    if options.tap == "comm_hook":
-        raise ValueError("tap='comm_hook' reads whole windows: use tap='leaf'")
     shares_pieces = wrapper.data.n_sharing > 1 or wrapper.sequence_group is not None
     if wrapper.pp_mesh is not None or shares_pieces or found.classes:
         raise ValueError(f"a model cut by {wrapper.name} calls its layers with parts of examples or of parameters")
@@ -190,6 +188,6 @@ def _example_window(model: nn.Module, found: FoundModel) -> ExampleWindow:
     if len(norms.without_rule) == len(wrapper.parameters):
         raise ValueError("no layer of the model has a rule for them: pass rules= to attach, see sonde.PerExampleNorms")
     window = ExampleWindow(norms, found.group_names, wrapper.leaves[0].device, is_sharded=wrapper.mesh is not None)
-    window.open()
-    window.close()
+    norms.open()
+    norms.close()
     return window

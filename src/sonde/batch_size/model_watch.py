@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from sonde.batch_size.setup import BATCH_NORM, n_batch_norms
 from sonde.batch_size.stats.window_row import RoundingTolerance
 from sonde.batch_size.step_watch import Alert
-from sonde.batch_size.taps.ddp_buckets import comm_hook_name
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.units import as_vector
 from sonde.parallel.devices import exact_bits
 from sonde.parallel.placements import shown_after_forward
 from sonde.parallel.unwrap import Inventory, parameters_of
-from sonde.parallel.wrappers import Wrapper, clean_name, lowest_precision
+from sonde.parallel.wrappers import Wrapper, clean_name, comm_hook_name, lowest_precision
 from sonde.wording import plural, some_of
 
 _FOR = 3
@@ -203,14 +202,13 @@ class ModelWatch:
         self._alert("not_watched", message)
 
 
-def rounding_tolerance(wrapper: Wrapper, comm_hook: str | None) -> RoundingTolerance:
+def rounding_tolerance(wrapper: Wrapper) -> RoundingTolerance:
     """How far rounding may move gradients of a model as it is now: in the dtypes and with the hook that it has by now.
 
     Args:
         wrapper: the model.
-        comm_hook: name of the user's communication hook, looked up before a tap wraps that hook; None without a hook.
     """
-    comm_hook = comm_hook_name(wrapper.ddp) or comm_hook
+    comm_hook = comm_hook_name(wrapper.ddp)
     dtype = lowest_precision([*(leaf.dtype for leaf in wrapper.leaves), *wrapper.reduced_in])
     is_16_bit = torch.finfo(dtype).bits <= 16
     # The smallest number of fp16 is 6e-8. A communication hook may send fp16, unless its name says bf16.

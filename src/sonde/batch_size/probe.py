@@ -39,11 +39,8 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.batch_size.step_watch import StepWatch
-from sonde.batch_size.taps.ddp_buckets import CommHook, comm_hook_name, hook_label
-from sonde.batch_size.taps.leaf_hooks import choose_tap
 from sonde.batch_size.taps.metric import LEAST_SQ_NORM
 from sonde.batch_size.taps.window_reader import WindowReader
-from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.window_clock import OwnTime
 from sonde.batch_size.window_ends import WindowClip, WindowEnds
 from sonde.console import tell
@@ -91,8 +88,6 @@ class NoiseScaleProbe:
         expert_mesh: the axis of `mesh` over which experts are spread, each rank with data of its own, where FSDP2 does
             not cut the other parameters.
         cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
-        comm_hook: your own DDP communication hook, which tap="comm_hook" wraps.
-        comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own.
         trainer: that runs the loop, for `sonde advise`.
         verbose: print the setup that was found, on rank 0.
@@ -120,8 +115,6 @@ class NoiseScaleProbe:
         pp_mesh: DeviceMesh | None = None,
         expert_mesh: DeviceMesh | None = None,
         cp_mesh: DeviceMesh | None = None,
-        comm_hook: CommHook | None = None,
-        comm_state: object = None,
         log: LogOrPlaces = None,
         trainer: str = PLAIN_LOOP,
         verbose: bool = True,
@@ -130,12 +123,11 @@ class NoiseScaleProbe:
         log = log_of(log)
         ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         with raised_on_all_ranks(model, ranks):
-            check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler, comm_hook=comm_hook)
+            check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
         self._found = found = find_model(model, optimizer, options, ranks)
         self._wrapper, self._options = (wrapper := found.wrapper), (options := found.options)
         self._grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        hook_name = hook_label(comm_hook) if comm_hook is not None else comm_hook_name(wrapper.ddp)
-        self._rounding = functools.partial(rounding_tolerance, wrapper, hook_name)
+        self._rounding = functools.partial(rounding_tolerance, wrapper)
         new_tracker = functools.partial(self._new_tracker, fixed_weights)
         self._metrics = MetricTrackers(options.metrics, [metric.name for metric in found.metrics], new_tracker)
         self._tracker = self._metrics.headline
@@ -149,7 +141,7 @@ class NoiseScaleProbe:
         """The log of the run; the ranks that windows are summed over, None for this process alone."""
         self._log_every = log.every
         # These install hooks, so they come after everything that may refuse the model.
-        self._read_gradients(comm_hook, comm_state)
+        self._read_gradients()
         self._follow_the_loop(model, optimizer)
         try:
             self._log = self._begun_log(log)
@@ -163,10 +155,8 @@ class NoiseScaleProbe:
             frozen=self._frozen,
             mechanism=self._mechanism,
             pace=self._pace,
-            tap=self._tap,
-            wrapper=wrapper,
+            reader=self._reader,
             counted_in=lambda: self._forwards.counted_in,
-            n_parts=self._reader.final.n_parts,
             say=self._say,
         )
         self._mechanism.begin_window(is_measured=True)
@@ -174,39 +164,17 @@ class NoiseScaleProbe:
         if found.sequences_axis is not None:
             self._alert("context_axis", describe_context_axis(found.sequences_axis))
 
-    def _read_gradients(self, comm_hook: CommHook | None, comm_state: object) -> None:
+    def _read_gradients(self) -> None:
         """Make what reads gradients, and brings their numbers to the host."""
-        wrapper, found, options = self._wrapper, self._found, self._options
-        whole, metrics = found.whole, found.metrics
-        apart = [of_class.indices for of_class in found.classes]
-        witness = Witness(whole.shapes, whole.first, len(wrapper.parameters), apart)
-        self._tap = choose_tap(
-            wrapper,
-            witness,
-            metrics,
-            name=options.tap,
-            comm_hook=comm_hook,
-            comm_state=comm_state,
-            staging_bytes=options.staging_bytes(wrapper.leaves[0].device),
-            on_backward=lambda: self._pieces.backward_ended(),
-            own=self._own,
-        )
         self._reader = WindowReader(
-            wrapper,
-            found.group_names,
-            metrics,
-            witness,
-            found.classes,
-            self._tap,
+            self._found,
             self._own,
             grad_scaler=self._grad_scaler,
-            first=whole.first,
-            n_further_units=len(options.units) - 1,
             examples=self._mechanism.examples,
+            on_backward_end=lambda: self._pieces.backward_ended(),
         )
-        self._delivery = Delivery(
-            lambda window: self._arrivals.take(window), self._reader.device, [m.adds for m in metrics], self._own
-        )
+        adds = [metric.adds for metric in self._found.metrics]
+        self._delivery = Delivery(lambda window: self._arrivals.take(window), self._reader.device, adds, self._own)
         self._alone = self._delivery.alone
 
     def _follow_the_loop(self, model: nn.Module, optimizer: Optimizers) -> None:
@@ -246,12 +214,10 @@ class NoiseScaleProbe:
             self._model,
             self._pieces,
             pace,
-            self._tap,
             self._mechanism,
             self._delivery,
             self._scalars,
             own,
-            ddp=wrapper.ddp,
             log_every=self._log_every,
             alert=self._alert,
         )
@@ -443,7 +409,7 @@ class NoiseScaleProbe:
                 is recorded.
         """
         nonfinite: Nonfinite = "raise" if error_if_nonfinite else "ignore"
-        clip = WindowClip(check_options(max_norm, nonfinite, None), check_order(norm_type), nonfinite)
+        clip = WindowClip(check_options(max_norm, nonfinite), check_order(norm_type), nonfinite)
         with self._alone:
             self._check_open()
             norm = self._ends.end(clip)
@@ -688,7 +654,7 @@ class NoiseScaleProbe:
     def _remove_hooks(self) -> None:
         self._mechanism.close()
         self._forwards.close()
-        self._tap.close()
+        self._reader.tap.close()
         self._steps.close()
 
     def __enter__(self) -> Self:

@@ -20,7 +20,6 @@ from sonde.batch_size.forward_units import (
 )
 from sonde.batch_size.pace import DEFAULT_ALLOWANCE, DEFAULT_BUDGET
 from sonde.batch_size.per_example.rules import GradientsOf
-from sonde.batch_size.taps.leaf_hooks import TapName
 from sonde.batch_size.taps.metric import MetricName
 from sonde.batch_size.units import counted_in, unit_names
 from sonde.log.sinks import TRIAL
@@ -69,8 +68,6 @@ class NoiseScaleOptions:
             step, the noise scale that Adam's steps see; "sign" for (Σ|g|)², which steps of signs see; "spectral" for
             the squared sum of the singular values of all matrices, which Muon's steps see. Several, as a tuple, are
             measured together: the first is the headline, of which the budget, the verdict and `reading()` speak.
-        tap: "leaf" reads each micro-batch by hooks on parameters. "comm_hook" reads each rank's window in DDP's
-            buckets: cheaper, but blind to micro-batches.
         staging_mib: limit of the memory for gradients that wait, in MiB; None for 8, or 128 on an accelerator.
         per_example: whether the gradient of each example is read besides those of pieces, layer by layer, so that a
             window of a single piece gives a number too. "auto" reads it where windows are single pieces, "always" in
@@ -95,7 +92,6 @@ class NoiseScaleOptions:
     units_per_piece: UnitsPerPiece = FIRST_DIM
     groups: Groups = "blocks"
     metric: MetricName | Sequence[MetricName] = "euclidean"
-    tap: TapName = "leaf"
     staging_mib: float | None = None
     per_example: Literal["auto", "always", "never"] = "auto"
     rules: Mapping[type[nn.Module], GradientsOf] | None = None
@@ -120,8 +116,6 @@ class NoiseScaleOptions:
                     )
         if self.log_groups is not None and not isinstance(self.log_groups, bool):
             raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
-        if self.tap not in get_args(TapName):
-            raise ValueError(f"tap must be 'leaf' or 'comm_hook', got {self.tap!r}")
         if self.staging_mib is not None and not (is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
             raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
         if self.per_example not in ("auto", "always", "never"):
@@ -179,9 +173,7 @@ class NoiseScaleOptions:
         return default_staging_bytes(device) if self.staging_mib is None else int(self.staging_mib * 2**20)
 
 
-def check_partners(
-    options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object, comm_hook: object
-) -> None:
+def check_partners(options: NoiseScaleOptions, *, optimizer: Optimizers, grad_scaler: object) -> None:
     """Refuse objects of the wrong kind before the model is inspected.
 
     Raises:
@@ -203,10 +195,6 @@ def check_partners(
         raise ValueError(
             "LBFGS evaluates its closure several times a step, so that a step has no single gradient: measure a run "
             "with another optimizer"
-        )
-    if comm_hook is not None and options.tap != "comm_hook":
-        raise ValueError(
-            f"comm_hook= needs tap='comm_hook', got tap={options.tap!r}: set it, or register the hook with DDP"
         )
     check_grad_scaler(grad_scaler)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from sonde.batch_size.arrivals import RATE, Delivery
 from sonde.batch_size.log import KnownOfWindow, Scalars
@@ -22,7 +21,6 @@ from sonde.batch_size.pieces import LoopPieces
 from sonde.batch_size.stats.columns import CLIP_FRACTION, MAX_NORM, NORM
 from sonde.batch_size.step_watch import Alert, StepWatch
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.window_reader import WindowReader
 from sonde.batch_size.window_clock import ALWAYS, MEASURING, OwnTime, WindowClock, marks_of
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
@@ -93,17 +91,15 @@ class WindowEnds:
     does extra work, the difference counts.
 
     Args:
-        reader: of the windows.
+        reader: of the windows; its tap is paused in windows that are not measured.
         steps: of the optimizers; they count the end of each window.
         model: looks at the model at the end of each window.
         pieces: of the windows.
         pace: chooses the windows that are measured.
-        tap: is paused in windows that are not measured.
         mechanism: reads single examples in some of the measured windows.
         delivery: brings the numbers of windows to the host.
         scalars: the user's own, which travel with a window.
         own: the probe's time.
-        ddp: the DDP module around the model; None without DDP.
         log_every: windows from one reading in the log to the next.
         alert: takes an alert's name and message.
     """
@@ -115,20 +111,18 @@ class WindowEnds:
         model: ModelWatch,
         pieces: LoopPieces,
         pace: Pace,
-        tap: Tap,
         mechanism: Mechanism,
         delivery: Delivery,
         scalars: Scalars,
         own: OwnTime,
         *,
-        ddp: DistributedDataParallel | None,
         log_every: int,
         alert: Alert,
     ) -> None:
         self._reader, self._steps, self._model, self._pieces = reader, steps, model, pieces
-        self._pace, self._tap, self._mechanism, self._delivery, self._scalars = pace, tap, mechanism, delivery, scalars
+        self._pace, self._mechanism, self._delivery, self._scalars = pace, mechanism, delivery, scalars
         self._own, self._clock = own, WindowClock(marks_of(reader.device))
-        self._ddp, self._log_every, self._alert = ddp, log_every, alert
+        self._log_every, self._alert = log_every, alert
         self.n_windows = 0
         """Windows ended so far, those before a restart included."""
         self._n_quiet = self._n_passed = 0
@@ -198,7 +192,8 @@ class WindowEnds:
 
         torch does not take that back when the context ends.
         """
-        return self._ddp is not None and self._ddp._join_config.enable
+        ddp = self._reader.wrapper.ddp
+        return ddp is not None and ddp._join_config.enable
 
     def _leave_out(self, clip: WindowClip | None) -> Tensor | None:
         """Clip, and end no window. Ranks that go on and ranks that have no more batches must count the same windows."""
@@ -283,10 +278,10 @@ class WindowEnds:
             with self._own.measuring:
                 # The tap's hooks are the first to come and the last to go: nothing of them stays behind then.
                 if not was_measured:
-                    self._tap.resume()
+                    self._reader.tap.resume()
                 self._mechanism.begin_window(is_measured=pace.is_measured)
                 if not pace.is_measured:
-                    self._tap.pause()
+                    self._reader.tap.pause()
         self._pieces.begin_window(is_measured=pace.is_measured)
         self._n_quiet = pace.n_quiet if self._delivery.is_empty else 0
 

@@ -47,7 +47,7 @@ _MAX_NAMED = 5
 KINDS = ("up to 6", "inf")
 """Kinds of norm_type. Each kind takes another collective."""
 COMPARED = (
-    *("norm_type", "max_norm", "nonfinite", "stages", "verify", "groups", "parameters", "partial"),
+    *("norm_type", "max_norm", "nonfinite", "stages", "groups", "parameters", "partial"),
     *("plain", "sharded"),
 )
 """What is compared: digests, and power sums of copies. The error message names the first difference in this order."""
@@ -80,14 +80,12 @@ class NormRequest:
         order: p of the norm; NaN if it cannot be used.
         max_norm: the threshold; None only measures.
         nonfinite: how a norm that is not finite is treated.
-        verify: whether the plan will be verified.
         is_plan: whether only the plans are compared, before there are gradients.
     """
 
     order: float
     max_norm: float | None = None
     nonfinite: str = "ignore"
-    verify: bool = False
     is_plan: bool = False
 
 
@@ -366,7 +364,6 @@ def _options(plan: NormPlan, request: NormRequest) -> Mapping[str, tuple[object,
         "max_norm": (in_fp32, "max_norm", request.max_norm),
         "nonfinite": (request.nonfinite, "nonfinite or error_if_nonfinite", f"nonfinite={request.nonfinite!r}"),
         "stages": (plan.n_stages, "pp_mesh=", stages),
-        "verify": (request.verify, "verify", request.verify),
         "groups": ((plan.n_parts, plan.part_names), "by_group=", first_names(plan.part_names) or "none"),
     }
 
@@ -409,5 +406,5 @@ def _other_holdings(name: str, plan: NormPlan) -> str:
     return (
         f"{what}{first} have gradients that differ between ranks that should hold the same: declare experts and shards "
         "by replicas= (how many ranks hold the same values), pass pp_mesh= if these are pipeline stages, or sum the "
-        "gradients over the ranks first; group_parameters_for_norm(..., verify=True) names the parameter"
+        "gradients over the ranks first; to find them, measure parts of the model alone (max_norm=None)"
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +17,6 @@ from sonde.gradient_norm.global_norm import GlobalNorm, compare_plans, global_no
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import HeldError, marks_of
 from sonde.gradient_norm.scaling import Nonfinite, check_options, check_order, clip_measured_
-from sonde.gradient_norm.verify import check_replicas
 from sonde.parallel.placements import spec_of
 from sonde.parallel.unwrap import outside_graphs
 
@@ -37,8 +34,6 @@ _PLAIN = frozenset((Tensor, nn.Parameter))
 _MAX_CACHED, _MAX_TENSORS = 8, 20_000
 """Plans that are kept in any case; more are, if all together have at most so many tensors, as for clips by layer."""
 
-_GENERATORS_OF_A_MODULE = (nn.Module.parameters.__code__, nn.Module.named_parameters.__code__)
-
 
 @outside_graphs
 def clip_grad_norm_(
@@ -52,7 +47,6 @@ def clip_grad_norm_(
     pp_mesh: DeviceMesh | None = None,
     replicas: Mapping[Any, int] | None = None,
     nonfinite: Nonfinite = "ignore",
-    fold_into: torch.optim.Optimizer | None = None,
     ep_enabled: bool | None = None,
 ) -> Tensor:
     """Scale gradients in place so that the norm of the whole model's gradient is at most `max_norm`.
@@ -82,13 +76,7 @@ def clip_grad_norm_(
             `group_parameters_for_norm` instead to plan once.
         nonfinite: what to do when the norm is infinite or NaN, also if it only is after rounding to fp32 on a rank that
             has no fp64 gradients. "ignore" scales all the same, as torch does. "skip" sets
-            gradients to 0, or has the fused optimizer in `fold_into` skip its step. "raise" raises on every rank and
-            names the parameters; it waits for the device. "assert_async" stops a GPU when it gets there.
-        fold_into: a fused optimizer of all these parameters. Its next `step()`, which must follow, scales the gradients
-            as it reads them, which saves a pass; `.grad` is not scaled before. If sonde takes another norm of any of
-            them before that step, it scales them first, as without a fold. If gradients are added, replaced or written
-            to before that step, or it gets a closure, the clip is dropped with a warning. (A clip inside the closure is
-            folded.) Two hooks stay on the optimizer; without a fold they do nothing.
+            gradients to 0. "raise" raises on every rank and names the parameters; it waits for the device.
         ep_enabled: accepted so that calls written for torchtitan run unchanged; it has no effect, since the placements
             of gradients show expert parallelism.
 
@@ -97,13 +85,13 @@ def clip_grad_norm_(
         gradients'.
 
     Raises:
-        ValueError: for `max_norm` < 0 or NaN, another `norm_type`, or a gradient that cannot be counted (sparse, with
+        ValueError: for `max_norm` < 0 or NaN, another `norm_type`, or a gradient that cannot be counted (complex, with
             an unknown placement, outside `mesh`), naming the gradient and the way out; and when ranks disagree: about
             `max_norm`, `norm_type`, `nonfinite`, `pp_mesh` or their parameters, or when plain gradients or shards that
             should be copies differ. Gradients are unchanged. On the CPU every rank that shares a sum with this rank
             raises: with `mesh`, all ranks. Without it, sums that were under way when this rank failed to read a
             gradient do not carry the error.
-        RuntimeError: for a norm that is not finite, with nonfinite="raise" or "assert_async"; gradients are unchanged.
+        RuntimeError: for a norm that is not finite, with nonfinite="raise"; gradients are unchanged.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -126,7 +114,7 @@ def clip_grad_norm_(
     else:
         plan.rebind(tensors, mesh, pp_mesh)
     nonfinite = "raise" if error_if_nonfinite else nonfinite
-    norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite, fold_into)[1]
+    norm = measure_and_clip(plan, max_norm, norm_type, None, nonfinite)[1]
     if may_cache:
         plan.rebind([], mesh, pp_mesh)
         _cached_plans[key] = plan, specs
@@ -168,36 +156,29 @@ def group_parameters_for_norm(
     mesh: DeviceMesh | None = None,
     pp_mesh: DeviceMesh | None = None,
     replicas: Mapping[Any, int] | None = None,
-    verify: bool = False,
 ) -> NormPlan:
     """Work out once how the gradients of these parameters are spread over ranks, for `clip_grad_norm_distributed_`.
 
     Call it on every rank, after the model has been cut. It also opens the communicators that the norm will need.
 
     Args:
-        parameters: as for `clip_grad_norm_`. Pass the module, `model.parameters()` or `model.named_parameters()`, and
-            a parameter that is replaced or added later is noticed: the norm is refused as soon as that parameter has a
-            gradient. A list does not show its module, so nothing is noticed there.
+        parameters: as for `clip_grad_norm_`. Pass the module, and a parameter that is replaced or added later is
+            noticed: the norm is refused as soon as that parameter has a gradient.
         mesh: as for `clip_grad_norm_`. The names and shapes of the parameters on its ranks are compared.
         pp_mesh: as for `clip_grad_norm_`; its communicator is opened too.
         replicas: as for `clip_grad_norm_`.
-        verify: compare the values of parameters over the mesh's ranks, and plain gradients where all ranks have one, to
-            check that each is on as many ranks as counted; slow, for debugging. Parameters whose elements are all equal
-            are not checked.
 
     Returns:
         A plan, valid as long as the parameters are the same. Each of its `groups` has gradients that are spread alike.
 
     Raises:
-        ValueError: on all ranks, when `mesh` or `replicas` do not fit the parameters or, with `verify`, their values;
-            or when ranks of `mesh` have different parameters, and neither `pp_mesh` nor `replicas` explains it.
+        ValueError: on all ranks, when `mesh` or `replicas` do not fit the parameters; or when ranks of `mesh` have
+            different parameters, and neither `pp_mesh` nor `replicas` explains it.
     """
-    module = _module_of(parameters)
+    module = parameters if isinstance(parameters, nn.Module) else None
     tensors, names, problem = tensors_of(parameters)
     plan = NormPlan(tensors, names, mesh=mesh, pp_mesh=pp_mesh, replicas=replicas, module=module, problem=problem)
-    compare_plans(plan, verify=verify)
-    if verify:
-        check_replicas(plan)
+    compare_plans(plan)
     return plan
 
 
@@ -210,7 +191,6 @@ def clip_grad_norm_distributed_(
     *,
     nonfinite: Nonfinite = "ignore",
     error_if_nonfinite: bool = False,
-    fold_into: torch.optim.Optimizer | None = None,
 ) -> Tensor:
     """`clip_grad_norm_` of parameters that were grouped before, for engines that clip at every step.
 
@@ -221,7 +201,6 @@ def clip_grad_norm_distributed_(
         pp_mesh: the pipeline stages, unless the plan knows them.
         nonfinite: what to do when the norm is not finite.
         error_if_nonfinite: the same as nonfinite="raise".
-        fold_into: a fused optimizer that scales the gradients.
 
     Returns:
         The norm before clipping, as `clip_grad_norm_`.
@@ -236,7 +215,7 @@ def clip_grad_norm_distributed_(
             "pass parameters to clip_grad_norm_ instead"
         )
     nonfinite = "raise" if error_if_nonfinite else nonfinite
-    return measure_and_clip(parameter_groups, max_norm, norm_type, pp_mesh, nonfinite, fold_into)[1]
+    return measure_and_clip(parameter_groups, max_norm, norm_type, pp_mesh, nonfinite)[1]
 
 
 def measure_and_clip(
@@ -245,7 +224,6 @@ def measure_and_clip(
     norm_type: float,
     pp_mesh: DeviceMesh | None,
     nonfinite: Nonfinite,
-    fold_into: torch.optim.Optimizer | None = None,
     problem: HeldError | None = None,
 ) -> tuple[GlobalNorm, Tensor]:
     """`clip_grad_norm_distributed_`, with all that was measured; `problem` is what is wrong with the call already."""
@@ -254,10 +232,10 @@ def measure_and_clip(
     problem = problem or HeldError()
     order = problem.attempt(check_order, norm_type, otherwise=math.nan)
     problem.attempt(plan.use_stages, pp_mesh, otherwise=None)
-    threshold = problem.attempt(check_options, max_norm, nonfinite, fold_into, otherwise=None)
+    threshold = problem.attempt(check_options, max_norm, nonfinite, otherwise=None)
     with torch.no_grad():
         measured = global_norm(plan, order, max_norm=threshold, nonfinite=nonfinite, problem=problem)
-        norm = clip_measured_(plan, measured, threshold, nonfinite=nonfinite, fold_into=fold_into)
+        norm = clip_measured_(plan, measured, threshold, nonfinite=nonfinite)
     if any(share.mesh is not None for share in plan.shares):
         # torch returns a DTensor for sharded gradients, and loops call this on it. The norm is whole already.
         norm.full_tensor = functools.partial(_itself, norm.detach())  # type: ignore[attr-defined]
@@ -273,7 +251,7 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
     if isinstance(parameters, nn.Module):
         parameters = parameters.named_parameters()
     if isinstance(parameters, (Mapping, torch.optim.Optimizer)) or not isinstance(parameters, (Tensor, Iterable)):
-        return [], None, _no_tensors(parameters, is_listed=False)
+        return [], None, _no_tensors(parameters)
     listed: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and isinstance(parameters, Iterator):
         warnings.warn(
@@ -286,7 +264,7 @@ def tensors_of(parameters: Parameters) -> tuple[list[Tensor], list[str] | None, 
     if all(issubclass(kind, Tensor) for kind in set(map(type, listed))):
         return listed, names, None
     wrong = next(item for item in listed if not isinstance(item, Tensor))
-    return [item for item in listed if isinstance(item, Tensor)], None, _no_tensors(wrong, is_listed=True)
+    return [item for item in listed if isinstance(item, Tensor)], None, _no_tensors(wrong)
 
 
 def _are_gradients(tensors: Sequence[Tensor]) -> ValueError | None:
@@ -299,31 +277,19 @@ def _are_gradients(tensors: Sequence[Tensor]) -> ValueError | None:
     )
 
 
-def _module_of(parameters: Parameters) -> nn.Module | None:
-    """The module whose parameters these all are; None where that cannot be known."""
-    if isinstance(parameters, nn.Module):
-        return parameters
-    # The generators of torch hold their module. A generator that has begun, or that does not descend into children,
-    # leaves parameters out.
-    if not isinstance(parameters, GeneratorType) or parameters.gi_code not in _GENERATORS_OF_A_MODULE:
-        return None
-    if inspect.getgeneratorstate(parameters) != inspect.GEN_CREATED:
-        return None
-    arguments = inspect.getgeneratorlocals(parameters)
-    module = arguments.get("self")
-    return module if isinstance(module, nn.Module) and arguments.get("recurse") is True else None
-
-
-def _no_tensors(got: object, *, is_listed: bool) -> ValueError:
-    """What to say of parameters that are none, or (`is_listed`) of something among them that is none."""
-    if is_listed and (got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None)):
+def _no_tensors(got: object) -> ValueError:
+    """What to say of parameters that are none, or of something among them that is none."""
+    if got is None or (isinstance(got, tuple) and len(got) == 2 and got[1] is None):
         return ValueError(
             "gradients or parameters must be tensors, got None among them: leave out gradients that are None, "
             "[p.grad for p in model.parameters() if p.grad is not None]"
         )
-    what, instead = f"{got!r:.60}", "model.parameters() or model.named_parameters()"
-    if isinstance(got, torch.optim.Optimizer) or (isinstance(got, Mapping) and "params" in got):
-        what, instead = "an optimizer or its groups", "[p for group in optimizer.param_groups for p in group['params']]"
-    elif isinstance(got, Mapping):
-        what, instead = f"a {type(got).__name__}", "its items(), names and tensors"
-    return ValueError(f"parameters must be tensors, or pairs of a name and a tensor, got {what}: pass {instead}")
+    what = (
+        f"an object of type {type(got).__name__}"
+        if isinstance(got, Mapping | torch.optim.Optimizer)
+        else f"{got!r:.60}"
+    )
+    return ValueError(
+        f"parameters must be tensors, or pairs of a name and a tensor, got {what}: pass model.parameters() or "
+        "model.named_parameters()"
+    )

@@ -26,7 +26,6 @@ from sonde.gradient_norm.agreement import (
     disagreement,
     disagreements,
 )
-from sonde.gradient_norm.fused_clip import apply_folds
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import power_sum
 from sonde.gradient_norm.refused_gradients import HeldError
@@ -36,10 +35,10 @@ from sonde.parallel.process_groups import group_of_mesh, group_over, is_fake, st
 from sonde.parallel.shares import reduce_partial
 
 _N_FLAGS = 3
-_MAX_PARTS = 64
+MAX_PARTS = 1024
 """How many parts of the model have room in the vector. The vector has the same length on every rank, even if ranks were
 given different parts: vectors of different lengths hang or abort the collective."""
-_LENGTH = 2 * _MAX_PARTS + _N_FLAGS + N_SLOTS
+_LENGTH = 2 * MAX_PARTS + _N_FLAGS + N_SLOTS
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def global_norm(
             their options, or hold other parameters than they count. If the sum can be read without waiting (on the
             CPU), every rank that shares a sum with this rank raises; on a GPU this rank alone.
     """
-    apply_folds(plan.parameters)
     problem = problem or HeldError()
     collected = problem.attempt(plan.collect, otherwise=None, what="gradients cannot be collected")
     problem.keep(plan.problem)
@@ -248,14 +246,14 @@ def _sum_over_ranks(
     over_stages, sums = plan.remembered(_sum_over_stages), plan.remembered(rank_sums)
     uses_max, of_stages = math.isinf(request.order), None
     if over_stages is not None:  # packed first, since all sums have to hear of an error
-        of_stages = SummedVector(plan, uses_max=uses_max)
-        of_stages.fill(plan, [], request, over_stages, problem)
+        of_stages = SummedVector(plan, request)
+        of_stages.fill([], over_stages, problem)
     # Start the sum of one set of ranks, then read the gradients of the next set while that sum is under way.
     under_way = []
     for each in sums:
-        packed = SummedVector(plan, uses_max=uses_max, riding=riding)
+        packed = SummedVector(plan, request, riding=riding)
         gradients = [g for g in collected if each.of_ranks in (None, g.key.ranks)]
-        packed.fill(plan, gradients, request, each, problem)
+        packed.fill(gradients, each, problem)
         packed.failed.fill_(problem.first is not None)
         packed.is_single.fill_(not _has_fp64(collected))
         packed.start(each.group)
@@ -286,13 +284,11 @@ class SummedVector:
 
     Args:
         plan: the plan of this rank.
-        uses_max: the ranks take the maximum of their vectors, not the sum.
+        request: its options. For p = ∞, the ranks take the maximum of their vectors, not the sum.
         riding: other numbers to sum in the same collective; of one length on all ranks.
 
     Attributes:
-        vector: everything except `overflow`, on the plan's device; the same length on every rank.
-        overflow: `sums` and `is_nan` if there is no room for them in `vector`, [2 · parts]; else None. It takes a
-            collective of its own, after the ranks have agreed on its length.
+        vector: everything, on the plan's device; the same length on every rank.
         sums: the power sum, or the largest element, of each part of the model, [parts].
         is_nan: whether a part is NaN, [parts]. Only p = ∞ uses it.
         failed: how many ranks have an error, 0-dim.
@@ -302,19 +298,16 @@ class SummedVector:
         riding: the other numbers.
     """
 
-    def __init__(self, plan: NormPlan, *, uses_max: bool, riding: Tensor | None = None) -> None:
+    def __init__(self, plan: NormPlan, request: NormRequest, *, riding: Tensor | None = None) -> None:
         n, n_riding = plan.n_parts, 0 if riding is None else len(riding)
-        self.uses_max, self._has_stages = uses_max, plan.n_stages > 1
-        self._operation = dist.ReduceOp.MAX if uses_max else dist.ReduceOp.SUM
+        self._plan, self._request, self.uses_max = plan, request, math.isinf(request.order)
         self.failed: Tensor
         self.is_single: Tensor
         self.vector = zero_sums(_LENGTH + n_riding, device=plan.device)
-        parts, flags, self.slots, self.riding = self.vector.split([2 * _MAX_PARTS, _N_FLAGS, N_SLOTS, n_riding])
+        parts, flags, self.slots, self.riding = self.vector.split([2 * MAX_PARTS, _N_FLAGS, N_SLOTS, n_riding])
         if riding is not None:
             self.riding.copy_(riding)
-        self.overflow = zero_sums(2 * n, device=plan.device) if n > _MAX_PARTS else None
-        of_parts: Tensor = (parts if self.overflow is None else self.overflow)[: 2 * n].view(2, n)
-        self.sums, self.is_nan = of_parts.unbind()
+        self.sums, self.is_nan = parts[: 2 * n].view(2, n).unbind()
         self.failed, self.is_double, self.is_single = flags.unbind()
 
     def add(self, other: SummedVector) -> None:
@@ -322,46 +315,28 @@ class SummedVector:
         combine = torch.maximum if self.uses_max else torch.add
         own = self.vector[:_LENGTH]
         combine(own, other.vector[:_LENGTH], out=own)
-        if self.overflow is not None and other.overflow is not None:
-            combine(self.overflow, other.overflow, out=self.overflow)
 
     def disagreements(self) -> Tensor:
         """What ranks disagree about; see `agreement.disagreements`."""
-        return disagreements(self.slots, uses_max=self.uses_max, has_stages=self._has_stages)
+        return disagreements(self.slots, uses_max=self.uses_max, has_stages=self._plan.n_stages > 1)
 
     def start(self, group: dist.ProcessGroup | None) -> None:
         """Start the sum over ranks, if this rank is not alone."""
-        self._group, self._work = group, start_reduce(self.vector, group, self._operation)
+        self._work = start_reduce(self.vector, group, dist.ReduceOp.MAX if self.uses_max else dist.ReduceOp.SUM)
 
     def wait(self) -> bool:
-        """Wait for the sum, and sum the overflow too; whether there was a sum.
+        """Wait for the sum; whether there was one."""
+        if self._work is not None:
+            self._work.wait()
+        return self._work is not None
 
-        If the ranks disagree, their overflows may differ in length: then none of them is summed. Every rank knows.
-        """
-        if self._work is None:
-            return False
-        self._work.wait()
-        if self.overflow is None or bool((self.failed > 0) | self.disagreements().any()):
-            return True
-        if more := start_reduce(self.overflow, self._group, self._operation):
-            more.wait()
-        return True
-
-    def fill(
-        self, plan: NormPlan, collected: list[Collected], request: NormRequest, among: RankSum, problem: HeldError
-    ) -> None:
+    def fill(self, collected: list[Collected], among: RankSum, problem: HeldError) -> None:
         """Put in what this rank adds to one sum over ranks; nothing after an error, which `problem` then holds."""
-        problem.attempt(
-            self._fill,
-            plan,
-            collected,
-            request,
-            among,
-            otherwise=None,
-            what=f"gradients cannot be summed on {plan.device}",
-        )
+        what = f"gradients cannot be summed on {self._plan.device}"
+        problem.attempt(self._fill, collected, among, otherwise=None, what=what)
 
-    def _fill(self, plan: NormPlan, collected: list[Collected], request: NormRequest, among: RankSum) -> None:
+    def _fill(self, collected: list[Collected], among: RankSum) -> None:
+        plan, request = self._plan, self._request
         order = 2.0 if math.isnan(request.order) else request.order
         powers = [(gradients, _read(plan, gradients, order)) for gradients in collected if gradients.locals]
         numbers = compared_numbers(plan, request, among, powers)
@@ -381,7 +356,7 @@ class SummedVector:
             self.slots.copy_(numbers)
 
 
-def compare_plans(plan: NormPlan, *, verify: bool) -> None:
+def compare_plans(plan: NormPlan) -> None:
     """Compare a new plan with those of the other ranks, and open the communicators that its norm needs.
 
     Each norm compares plans too; here it is known before training. And the first collective on a communicator takes far
@@ -389,7 +364,6 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
 
     Args:
         plan: of this rank.
-        verify: whether this rank will verify the plan; the ranks compare it.
 
     Raises:
         ValueError: on every rank of the plan's mesh, or that shares a sum with this one, when something is wrong with
@@ -397,7 +371,7 @@ def compare_plans(plan: NormPlan, *, verify: bool) -> None:
     """
     problem = HeldError(plan.problem)
     if not plan.is_alone:
-        request = NormRequest(2.0, verify=verify, is_plan=True)
+        request = NormRequest(2.0, is_plan=True)
         problem.keep(_sum_over_ranks(plan, [], request, problem, None).error_of_peers(plan))
     if problem.first is not None:
         raise problem.first

@@ -114,7 +114,6 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         replicas: how many of the mesh's ranks hold the same values, by tensor or name, where the layout cannot show it.
         by_part: the name of the part of the model that each parameter belongs to; the ranks compare these names. None
             for one part without a name.
-        allow_sparse: count sparse gradients too, rather than refuse them.
         module: where the parameters are from; one that is replaced later is then noticed.
         problem: an error that was found in the caller's request already.
         are_gradients: the tensors themselves are counted, not their `.grad`; each as often as it comes.
@@ -128,7 +127,6 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         n_stages_in_mesh: pipeline stages among the ranks of the mesh; 1 if the stages take a collective of their own.
         part_names: of the parts of the model, in order.
         n_parts: how many there are, or 1.
-        allow_sparse: as passed.
         names: of the parameters; empty if the caller gave none.
         n_replicas: on how many ranks a parameter is, where the caller declared it.
         groups: the indices of parameters whose gradients are spread alike; groups of sharded gradients first.
@@ -158,7 +156,6 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         pp_mesh: DeviceMesh | None = None,
         replicas: Mapping[Any, int] | None = None,
         by_part: Sequence[str] | None = None,
-        allow_sparse: bool = False,
         module: nn.Module | None = None,
         problem: ValueError | None = None,
         are_gradients: bool = False,
@@ -175,7 +172,6 @@ class NormPlan(Mapping[Key, list[Tensor]]):
         self.pp_mesh: DeviceMesh | None = None
         self.in_stage: tuple[int, ...] = () if mesh is None else tuple(sorted(ranks_of(mesh)))
         self.n_stages_in_mesh = 1
-        self.allow_sparse = allow_sparse
         self.part_names = tuple(sorted(set(by_part or ())))
         self.n_parts = max(len(self.part_names), 1)
         self.names = [names[i] for i in self._positions] if names is not None else []
@@ -462,7 +458,7 @@ class NormPlan(Mapping[Key, list[Tensor]]):
                 check_share(share, device, self.mesh, n_replicas=n_replicas)
                 check_stages(share, self.pp_mesh, self.in_stage)
                 if elements is not None:
-                    check_elements(*elements, allow_sparse=self.allow_sparse)
+                    check_elements(*elements)
             except ValueError as error:
                 problem.keep(ValueError(f"gradient of {self.name_of(indices[0])}: {error}"))
             key = Key(share.ranks, share.n_shards, n_replicas, part, device, dtype, bool(share.partial), in_blocks)

@@ -19,14 +19,17 @@ T = TypeVar("T")
 _COUNTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_elements(dtype: torch.dtype, layout: torch.layout, is_meta: bool, *, allow_sparse: bool) -> None:
+def check_elements(dtype: torch.dtype, layout: torch.layout, is_meta: bool) -> None:
     """Refuse gradients whose elements cannot be squared and added up.
 
     Raises:
-        ValueError: for sparse, complex and meta gradients, or when their dtype is not fp16, bf16, fp32 or fp64.
+        ValueError: for complex and meta gradients, sparse ones that are not COO, and dtypes other than fp16, bf16, fp32
+            and fp64.
     """
-    if layout is not torch.strided and not (allow_sparse and layout is torch.sparse_coo):
-        raise ValueError("it is sparse, and only dense gradients can be counted: use Embedding(sparse=False)")
+    if layout not in (torch.strided, torch.sparse_coo):
+        raise ValueError(
+            f"its layout is {layout}, and only dense and COO gradients can be counted: use to_sparse_coo()"
+        )
     if dtype.is_complex:
         raise ValueError("it is complex, and only real gradients can be counted: use torch.view_as_real")
     if dtype not in _COUNTED_DTYPES:
@@ -146,8 +149,7 @@ class HeldError:
 
     A rank that raised at once would never join the sum, and its peers would wait there for ever. So one rule covers
     whatever is wrong on one rank: hold the error, take part in the sum with the failure flag set, raise after the sum.
-    `global_norm` and `compare_plans` raise; everything before them holds. (`check_replicas` need not hold: every rank
-    finds the same error.)
+    `global_norm` and `compare_plans` raise; everything before them holds.
 
     Two cases cannot be covered, and the peers wait until their backend gives up. One is an error in a sum itself, such
     as no memory for the buffer in which partial gradients are summed. The other is a rank without `mesh=` whose

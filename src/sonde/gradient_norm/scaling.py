@@ -1,10 +1,10 @@
-"""The second half of a clip: gradients whose norm is known are scaled. Only here and in `fused_clip` they change."""
+"""The second half of a clip: gradients whose norm is known are scaled. Only here they change."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Literal, get_args
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from sonde.gradient_norm.agreement import first_names
-from sonde.gradient_norm.fused_clip import fold, scale_
 from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_ORDER
-from sonde.parallel.devices import is_at_hand, widened
+from sonde.parallel.devices import is_at_hand, to_device, widened
+from sonde.parallel.placements import local_tensor
 
-Nonfinite = Literal["ignore", "skip", "raise", "assert_async"]
+Nonfinite = Literal["ignore", "skip", "raise"]
 """What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
 
 _NONFINITE = get_args(Nonfinite)
@@ -31,7 +31,6 @@ def clip_measured_(
     max_norm: float | None,
     *,
     nonfinite: Nonfinite = "ignore",
-    fold_into: torch.optim.Optimizer | None = None,
 ) -> Tensor:
     """The second half of `clip_grad_norm_`: scale gradients whose norm is known. Call it under `no_grad`.
 
@@ -40,7 +39,6 @@ def clip_measured_(
         measured: its norm.
         max_norm: checked already, as is `nonfinite`; see `check_options`.
         nonfinite: what to do when the norm is not finite.
-        fold_into: a fused optimizer that scales the gradients.
 
     Returns:
         The norm, in fp32, or fp64 if a gradient is.
@@ -54,25 +52,17 @@ def clip_measured_(
     norm = measured.rounded(measured.norm)
     # Whether to skip is decided on the device too: the mask is passed on, never read here.
     skip = ~measured.is_usable if nonfinite == "skip" else None
-    # Both checks come before anything is written, so that gradients are unchanged if they fail.
+    # Before anything is written, so that gradients are unchanged if it fails.
     if nonfinite == "raise" and not bool(measured.is_usable):
         if error := measured.error_of_peers(plan):
             raise error
         raise RuntimeError(_where_not_finite(plan, measured, norm, max_norm))
-    if nonfinite == "assert_async":
-        text = f"the gradient norm is not finite, so gradients cannot be clipped to {max_norm}"
-        torch._assert_async(measured.is_usable, text)
     if max_norm is not None:
         _write_back(plan, measured.collected)
         coefficient = _coefficient(max_norm, measured, norm.dtype)
-        if fold_into is not None:
-            factor = torch.ones_like(norm) if coefficient is None else coefficient
-            if fold(fold_into, plan.parameters, factor, skip):
-                return norm
         for gradients in measured.collected:
             if gradients.locals:
-                values = [_stored_values(g) for g in gradients.locals] if plan.allow_sparse else gradients.locals
-                scale_(values, coefficient, skip)
+                scale_(gradients.locals, coefficient, skip)
     return norm
 
 
@@ -114,9 +104,30 @@ def _in_fp32(number: float) -> float:
     return ctypes.c_float(number).value
 
 
-def _stored_values(grad: Tensor) -> Tensor:
-    """The elements that a gradient stores, to be changed in place: the values of a sparse one, else all."""
-    return grad._values() if grad.is_sparse else grad
+def alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """This rank's parts of gradients, in lists of one device and dtype, which one kernel takes."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for local in map(local_tensor, gradients):
+        found.setdefault((local.device, local.dtype), []).append(local)
+    return found.values()
+
+
+def scale_(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None = None) -> None:
+    """Multiply gradients of one device, or set them to 0.
+
+    Args:
+        grads: changed in place.
+        coefficient: 0-dim; None for 1: to multiply by 1 changes nothing and takes as long as the norm.
+        skip: 0-dim bool; whether to set all to 0.
+    """
+    device = grads[0].device
+    grads = [grad._values() if grad.is_sparse else grad for grad in grads]
+    if coefficient is not None:
+        torch._foreach_mul_(grads, to_device(coefficient, device))
+    if skip is not None:
+        skip = to_device(skip, device)
+        for grad in grads:
+            grad.masked_fill_(skip, 0.0)  # a product would not do: 0 times NaN is NaN
 
 
 def _write_back(plan: NormPlan, collected: Sequence[Collected]) -> None:
@@ -133,7 +144,7 @@ def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_no
         plan.name_of(index)
         for gradients in measured.collected
         for index, local in zip(gradients.indices, gradients.locals, strict=True)
-        if not bool(torch.isfinite(_stored_values(local)).all())
+        if not bool(torch.isfinite(local._values() if local.is_sparse else local).all())
     ]
     otherwise = "nonfinite='skip'" if max_norm is not None else "nonfinite='ignore' (error_if_nonfinite=False)"
     if bad_names:
@@ -190,13 +201,12 @@ def check_order(norm_type: object) -> float:
     return order
 
 
-def check_options(max_norm: float | None, nonfinite: str, fold_into: object) -> float | None:
+def check_options(max_norm: float | None, nonfinite: str) -> float | None:
     """Refuse options that cannot be used, before anything is read.
 
     Args:
         max_norm: None, or as `check_max_norm` takes it.
         nonfinite: one of `Nonfinite`.
-        fold_into: an optimizer or None.
 
     Returns:
         The threshold as a float, or None.
@@ -208,8 +218,4 @@ def check_options(max_norm: float | None, nonfinite: str, fold_into: object) -> 
         max_norm = check_max_norm(max_norm)
     if nonfinite not in _NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(_NONFINITE)}, got {nonfinite!r}: use one of them")
-    if fold_into is not None and not isinstance(fold_into, torch.optim.Optimizer):
-        raise ValueError(
-            f"fold_into must be one optimizer, got {fold_into!r:.60}: with several, clip without fold_into"
-        )
     return max_norm

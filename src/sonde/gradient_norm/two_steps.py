@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from sonde.gradient_norm.clip import Parameters, measure_and_clip, tensors_of
-from sonde.gradient_norm.fused_clip import alike, apply_folds, scale_
+from sonde.gradient_norm.global_norm import MAX_PARTS
 from sonde.gradient_norm.plan import NormPlan
 from sonde.gradient_norm.refused_gradients import HeldError
-from sonde.gradient_norm.scaling import Nonfinite, check_max_norm, clip_coefficient
+from sonde.gradient_norm.scaling import Nonfinite, alike, check_max_norm, clip_coefficient, scale_
 from sonde.parallel.devices import is_at_hand
 from sonde.parallel.placements import is_dtensor
 from sonde.parallel.unwrap import outside_graphs
@@ -81,7 +81,7 @@ def get_total_norm(
         pp_mesh: as for `clip_grad_norm_`.
         replicas: as for `clip_grad_norm_`, by the tensors passed or their names; a plan knows its own.
         by_group: the name of each tensor's group, [tensors]; the same names on every rank. For a group that this rank
-            has no tensor of, pass an empty tensor. Up to 64 groups take no further collective, more groups take one.
+            has no tensor of, pass an empty tensor. At most 1,024 groups.
 
     Returns:
         The norm: 0-dim, fp32, or fp64 if a tensor of this rank is. With `by_group`, the norm, and the norms of the
@@ -133,13 +133,12 @@ def _checked_groups(by_group: object, n_tensors: int) -> Sequence[str] | None:
     """The name of each tensor's group, as passed; None without groups."""
     if by_group is None:
         return None
-    if isinstance(by_group, str) or not isinstance(by_group, Sequence):
-        kind = "a string" if isinstance(by_group, str) else f"{by_group!r:.60}"
+    if isinstance(by_group, str) or not isinstance(by_group, Sequence) or not all(isinstance(g, str) for g in by_group):
         raise ValueError(
-            f"by_group must be a list with the name of each tensor's group, got {kind}: pass a list of names"
+            f"by_group must be a list with the name of each tensor's group, got {by_group!r:.60}: pass a list of names"
         )
-    if wrong := [name for name in by_group if not isinstance(name, str)]:
-        raise ValueError(f"by_group must hold names, got {wrong[0]!r:.60} among them: pass a string for each tensor")
+    if (n_groups := len(set(by_group))) > MAX_PARTS:
+        raise ValueError(f"by_group must name at most {MAX_PARTS:,} groups, got {n_groups:,}: take fewer at a time")
     if len(by_group) != n_tensors:
         raise ValueError(
             f"by_group must name the group of each tensor, got {len(by_group)} names for {n_tensors} tensors: pass one "
@@ -182,7 +181,6 @@ def clip_grads_with_norm_(
         tensors, _, problem = tensors_of(parameters)
         if problem is not None:
             raise problem
-    apply_folds(tensors)
     if max_norm == math.inf:
         return
     if isinstance(total_norm, Tensor) and is_dtensor(total_norm):

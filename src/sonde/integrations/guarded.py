@@ -32,7 +32,7 @@ Counts = dict[str, Any]
 T = TypeVar("T")
 _Context = contextlib.AbstractContextManager[None]
 
-_PARTNERS = ("comm_hook", "comm_state", "cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group", "trainer")
+_PARTNERS = ("cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group", "trainer")
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
 NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
 _WINDOW_NOT_MEASURED = "a window is not measured"

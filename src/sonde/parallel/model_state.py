@@ -40,13 +40,6 @@ def preserve_modes_and_randomness(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def preserve_gradients_and_buffers(model: nn.Module) -> Iterator[None]:
-    """No parameter has a gradient inside. On exit `.grad`, `requires_grad` and buffers are as before, bit for bit."""
-    with preserve_buffers(model), preserve_gradients(model.parameters()):
-        yield
-
-
-@contextlib.contextmanager
 def preserve_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """No parameter has a gradient inside. On exit `.grad` and `requires_grad` are as before."""
     before = [(p, p.grad, p.requires_grad) for p in parameters]

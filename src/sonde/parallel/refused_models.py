@@ -114,15 +114,12 @@ def wrapper_around(model: nn.Module) -> nn.Module | None:
     """
     if not dist.is_initialized():  # as all of them need it
         return None
-    wraps = [kind for kind in kinds_of(nn.Module) if _is_ddp(kind) or is_fsdp1(kind) or _is_of_deepspeed(kind)]
+    ddp = kinds_of(DistributedDataParallel)
+    wraps = [*ddp, *(kind for kind in kinds_of(nn.Module) if is_fsdp1(kind) or _is_of_deepspeed(kind))]
     for candidate in living_of(wraps):
         if candidate is not model and any(m is model for m in candidate.modules()):
             return candidate
     return None
-
-
-def _is_ddp(kind: type) -> bool:
-    return issubclass(kind, DistributedDataParallel)
 
 
 def _is_of_deepspeed(kind: type) -> bool:

@@ -32,7 +32,6 @@ class Wrapper:
     Attributes:
         name: "plain", "DistributedDataParallel", "FSDP2" and the like, for people.
         ddp: the DDP module, or the first of several; None without DDP.
-        ddp_holds_all: whether every trainable parameter is in `ddp`.
         group: the ranks that windows are summed over; None for a single process.
         data: which of these ranks have data of their own.
         experts: which parameters several of these ranks feed in one backward, under expert parallelism; None without.
@@ -50,7 +49,6 @@ class Wrapper:
 
     name: str
     ddp: DistributedDataParallel | None
-    ddp_holds_all: bool
     group: dist.ProcessGroup | None
     data: DataRanks
     experts: ExpertRanks | None
@@ -155,7 +153,6 @@ def find_wrapper(
         + (" over context parallelism" if cp_mesh is not None else "")
         + (" in pipeline stages" if pp_mesh is not None else ""),
         ddp=ddp,
-        ddp_holds_all=ddp is not None and {id(p) for p in parameters.values()} <= {id(p) for p in ddp.parameters()},
         group=group,
         data=data,
         experts=experts,
@@ -273,6 +270,12 @@ def block_of(name: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return ".".join(parts[:-1][:2]) or name
+
+
+def comm_hook_name(ddp: DistributedDataParallel | None) -> str | None:
+    """The name of the communication hook that is registered with DDP, for people; None without one."""
+    hooks = getattr(ddp, "_comm_hooks", None) or []
+    return next((getattr(hook, "__name__", type(hook).__name__) for hook, _ in hooks), None)
 
 
 def lowest_precision(dtypes: Iterable[torch.dtype]) -> torch.dtype:

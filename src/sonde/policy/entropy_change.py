@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.model_state import (
     is_checkpointing,
     preserve_training_state,
@@ -179,7 +178,7 @@ class EntropyChangeProbe:
             evaluation: this rank's part of E.
             update: this rank's part of U, with advantages. Needed with update="gradient", and for causes by prompt.
             gradient_scale: factor that gradients are still multiplied by before the step, such as a clip's coefficient.
-                Leave out the scale of `grad_scaler` and a clip by `fold_into=`: the probe knows both.
+                Leave out the scale of `grad_scaler`, which the probe knows.
             causes: also take the change to first order, split into momentum, this batch and decay, and by prompt of U.
                 This takes a backward of E and one of U, and passes over both.
 
@@ -369,7 +368,7 @@ class EntropyChangeProbe:
         )
         if not self._options.is_step and update is None:
             raise ValueError(_NO_UPDATE)
-        return self._step(scale * float(scale_in_step(self._optimizer))), n_update
+        return self._step(scale), n_update
 
     def _step(self, gradient_scale: float) -> PolicyStep:
         """The optimizer's step; the scale of a GradScaler is left out of its gradients."""

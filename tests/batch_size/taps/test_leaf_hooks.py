@@ -11,9 +11,25 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from sonde.batch_size.hooks import accumulates
-from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, LeafHookTap
+from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL
 from sonde.batch_size.taps.metric import Euclidean
+from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.witness import Witness
+from sonde.batch_size.window_clock import OwnTime
+from sonde.parallel.wrappers import find_wrapper
+
+
+def tap_of(parameters: list[nn.Parameter], staging_bytes: int = 8 * 2**20) -> Tap:
+    """A tap, read by the test."""
+    wrapper, witness = find_wrapper(nn.ParameterList(parameters)), Witness([p.shape for p in parameters])
+    return Tap(
+        wrapper,
+        witness,
+        [Euclidean()],
+        staging_bytes=staging_bytes,
+        on_backward_end=lambda: None,
+        own=OwnTime(),
+    )
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -39,11 +55,7 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
         weight = nn.Parameter(torch.randn(400, 400))
         seen: list[int] = []
         weight.register_hook(lambda g: seen.append(g.data_ptr()))
-        tap = (
-            LeafHookTap([weight], Witness([weight.shape]), [Euclidean()], on_backward_end=lambda: None)
-            if tapped
-            else None
-        )
+        tap = tap_of([weight]) if tapped else None
         if tap:
             tap.begin_piece()
         (weight * torch.randn(400, 400)).sum().backward()
@@ -60,7 +72,7 @@ def test_a_large_gradient_is_not_copied_even_by_autograd() -> None:
 def test_the_hook_creates_no_tensor_of_gradient_size() -> None:
     weight = nn.Parameter(torch.randn(512, 512))
     weight.grad = torch.zeros(512, 512)  # added to in place: autograd makes nothing of that size either
-    tap = LeafHookTap([weight], Witness([weight.shape]), [Euclidean()], on_backward_end=lambda: None)
+    tap = tap_of([weight])
     grad = torch.randn(512, 512)
     tap.begin_piece()
     with Watch() as watch:
@@ -73,14 +85,8 @@ def test_the_hook_creates_no_tensor_of_gradient_size() -> None:
 
 def test_small_gradients_are_staged_within_a_bound() -> None:
     parameters = [nn.Parameter(torch.randn(100, 100)) for _ in range(50)]
-    tap = LeafHookTap(
-        parameters,
-        Witness([p.shape for p in parameters]),
-        [Euclidean()],
-        on_backward_end=lambda: None,
-        staging_bytes=200_000,
-        staged_numel=20_000,
-    )
+    tap = tap_of(parameters, staging_bytes=200_000)
+    tap.staged_numel = 20_000
     grads = [torch.randn(100, 100) for _ in parameters]
     alive = [weakref.ref(g) for g in grads]
     tap.begin_piece()
@@ -98,8 +104,7 @@ def test_small_gradients_are_staged_within_a_bound() -> None:
 def test_staged_gradients_are_reduced_before_anything_can_write_to_them() -> None:
     """After backward has ended, a write to `.grad` must not change a gradient that waits."""
     small = nn.Parameter(torch.ones(10))
-    metrics = [Euclidean()]
-    tap = LeafHookTap([small], Witness([small.shape]), metrics, on_backward_end=lambda: None, staged_numel=100)
+    tap = tap_of([small])
     tap.begin_piece()
     (small * 3).sum().backward()
     small.grad.zero_()  # type: ignore[union-attr]

@@ -54,8 +54,6 @@ class ExampleWindow:
         self._group_index = torch.tensor([places[name] for name in group_names], device="cpu")
         self.reasons: dict[str, str] = {}
         """Why parameters, by name, are not covered, as far as the host knows; "" holds a reason for all of them."""
-        self.is_open = False
-        """Whether examples are read now."""
         self._reset()
 
     def _reset(self) -> None:
@@ -70,16 +68,10 @@ class ExampleWindow:
         Raises:
             ValueError: see `PerExampleNorms.open`.
         """
-        if self.is_open and self.norms.released:
-            self.close()
-        if not self.is_open:
+        if self.norms.is_open and self.norms.released:
+            self.norms.close()
+        if not self.norms.is_open:
             self.norms.open()
-            self.is_open = True
-
-    def close(self) -> None:
-        """Read nothing until `open`; keep no hook."""
-        self.norms.close()
-        self.is_open = False
 
     def end_piece(self, counts: PieceCounts, unscale: Tensor | None) -> None:
         """Add the examples of the piece that ends here.

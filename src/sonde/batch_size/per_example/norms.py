@@ -140,6 +140,8 @@ class PerExampleNorms:
         self._know_the_batch: set[nn.Module] = set()
         self._batch_norms: dict[nn.Module, str] = {}
         self._handles: list[RemovableHandle] = []
+        self.is_open = False
+        """Whether the hooks are installed."""
         self.own = OwnTime()
         """Counts what its hooks take."""
         self.discard()
@@ -162,11 +164,6 @@ class PerExampleNorms:
         """Parameters that no layer with a rule holds, and why. Others may turn out not to be covered in a piece."""
         return {uses.name: uses.if_unseen for uses in self._piece.uses if uses.if_unseen != _USED_ELSEWHERE}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the hooks are installed."""
-        return bool(self._handles)
-
     def open(self) -> None:
         """Install the hooks: before the first forward that is measured.
 
@@ -174,7 +171,7 @@ class PerExampleNorms:
             RuntimeError: if they are installed already.
             ValueError: for compiled and graphed models, and for parameters that are not in the model any more.
         """
-        if self._handles:
+        if self.is_open:
             raise RuntimeError("the hooks are installed already: close() comes before another open()")
         _refuse_model(self._model)
         present = {self._uses[id(p)] for p in self._model.parameters() if id(p) in self._uses}
@@ -195,6 +192,7 @@ class PerExampleNorms:
         self._hooked = {uses for uses in self._piece.uses if uses.parameter.requires_grad}  # some may have been frozen
         for uses in self._hooked:
             self._handles.append(uses.parameter.register_hook(self._harmless(self._whole, uses)))
+        self.is_open = True
 
     @property
     def released(self) -> list[str]:
@@ -240,7 +238,7 @@ class PerExampleNorms:
             Exception: what went wrong in a forward or backward of the piece, such as a mistake in a rule. The piece is
                 forgotten.
         """
-        if not self._handles:
+        if not self.is_open:
             raise RuntimeError(
                 "the hooks are not installed: take() belongs inside `with`, or between open() and close()"
             )
@@ -297,7 +295,7 @@ class PerExampleNorms:
             handle.remove()
             # A hook on all modules leaves its number behind, by which torch would think that one is there.
             getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
-        self._handles, self._layers, self._batch_norms = [], {}, {}
+        self._handles, self._layers, self._batch_norms, self.is_open = [], {}, {}, False
         self._piece.forget_calls()
         self.discard()
 
@@ -363,7 +361,7 @@ class PerExampleNorms:
     def _returned(self, call: Call, grad: Tensor) -> None:
         """In backward, with the gradient of what a layer has returned."""
         is_measured = any(will_accumulate(uses.parameter) for uses in call.layer.parameters.values())
-        if not self._handles or not is_measured or is_capturing(grad.device):
+        if not self.is_open or not is_measured or is_capturing(grad.device):
             return
         self._note_backward(grad)
         with _plain_arithmetic(grad.device) as dtype:

@@ -26,7 +26,7 @@ from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.stats.sealed_state import Stateful
 from sonde.wording import plural
 
-_OF_OTHER_STEPS = {"zeroed", "not_zeroed", "several_reductions", "outside_pieces"}
+_OF_OTHER_STEPS = {"zeroed", "not_zeroed"}
 """Reasons to drop a window whose pieces may be of another step too, so that they do not show the batch."""
 _FIXED = 5
 """Measured windows in turn of as many units that show that batches have this size now."""

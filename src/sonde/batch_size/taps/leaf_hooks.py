@@ -7,23 +7,20 @@ between micro-batches or subtracted afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sonde.batch_size.taps.ddp_buckets import CommHook, DDPBucketTap
 from sonde.batch_size.taps.metric import ROW, GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.shared_pieces import ContextPiece, CutGradients
-from sonde.batch_size.taps.tap import GradientSummary, Tap
-from sonde.batch_size.taps.witness import Witness
-from sonde.batch_size.window_clock import OwnTime
 from sonde.parallel.devices import keep_for_present_stream, stream_of
-from sonde.parallel.wrappers import Wrapper
 
-TapName = Literal["leaf", "comm_hook"]
+if TYPE_CHECKING:
+    from sonde.batch_size.taps.tap import Tap
+
 STAGED_NUMEL = 2**22
 STAGED_NUMEL_ON_CPU = ROW
 """Gradients up to this many elements wait for shared kernels; larger ones are reduced at once.
@@ -34,94 +31,28 @@ small gradient is cheap. A GPU clones a few million elements in about the time t
 """
 
 
-class LeafHookTap(Tap):
-    """Leaf hooks on parameters that reduce each piece's gradient to its squared norms.
+@dataclass(frozen=True)
+class GradientSummary:
+    """The part of one gradient that is kept.
 
-    Args:
-        leaves: leaf tensors that require a gradient, each once.
-        witness: elements to copy besides the norms.
-        metrics: in which gradients are measured.
-        parameters: whose `.grad` the optimizer reads, [leaves]; by default the leaves. Under FSDP2, leaves are gathered
-            parameters, and these are the sharded ones.
-        cut: what this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
-        context: reads pieces whose gradients are means over ranks that share sequences; None without.
-        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
-        own: the probe's time.
-        staging_bytes: bound of the memory for gradients that wait.
-        staged_numel: gradients up to this many elements wait; by default as `STAGED_NUMEL` says.
+    Attributes:
+        terms: what adds up over parameters in each metric, squares or norms, 0 for a parameter without gradient;
+            [metrics, parameters].
+        witness: the witness's elements, [witness.size].
+        witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
+            to, [witness.size]; None for the squares of the elements themselves.
     """
 
-    name = "leaf hooks"
+    terms: Tensor
+    witness: Tensor
+    witness_squares: Tensor | None = None
 
-    def __init__(
-        self,
-        leaves: Sequence[Tensor],
-        witness: Witness,
-        metrics: Sequence[GradientMetric],
-        *,
-        parameters: Sequence[Tensor] | None = None,
-        cut: CutGradients | None = None,
-        context: ContextPiece | None = None,
-        on_backward_end: Callable[[], None],
-        own: OwnTime | None = None,
-        staging_bytes: int = 8 * 2**20,
-        staged_numel: int | None = None,
-    ) -> None:
-        stepped = leaves if parameters is None else parameters
-        super().__init__(
-            leaves, range(len(leaves)), stepped, witness, on_backward_end=on_backward_end, own=own or OwnTime()
-        )
-        self.metrics, self.cut, self.staging_bytes, self.device = metrics, cut, staging_bytes, leaves[0].device
-        default = STAGED_NUMEL_ON_CPU if self.device.type == "cpu" else STAGED_NUMEL
-        self.staged_numel = default if staged_numel is None else staged_numel
-        self.one_device = all(leaf.device == self.device for leaf in leaves)
-        """Whether all leaves were on one device at attach."""
-        self.summed: set[int] = set()
-        """Leaves whose gradients are copied and wait until the piece ends, since several backwards of a piece have
-        reached them."""
-        self.summed_bytes = 0
-        """Of their gradients."""
-        self.copies = False
-        """Whether all gradients that wait are copied, since torch has refused to read one."""
-        self._context, self._shares_sequences = context, context is not None
-        self._turns: list[int] = []
-        self.forget_piece()
-
-    def forget_piece(self) -> None:
-        """Forget the present piece, or the pieces of a schedule."""
-        super().forget_piece()
-        if self._context is not None:
-            self._context.begin()
-        piece = self._context or PieceGradient(self, self.staging_bytes)
-        self._pieces: Sequence[PieceGradient | ContextPiece] = [piece]
-        self.take = piece.take
-
-    def begin_piece(self, n: int | None = None) -> None:
-        """From here until `end_piece` all backwards are one piece, or the n pieces of a pipeline's schedule.
-
-        A stage runs the pieces' backwards in their order, whatever runs between them. So the k-th gradient of each
-        parameter is of the k-th piece.
-        """
-        super().begin_piece(n)
-        if n is not None:
-            # Zero-bubble schedules add to gradients that autograd leaves alone since somebody holds them: copies wait.
-            self._pieces = [PieceGradient(self, self.staging_bytes // n, clones=True) for _ in range(n)]
-            self._turns = [0] * len(self.leaves)
-            self.take = self._take_turn
-
-    def end_piece(self) -> list[GradientSummary]:
-        """The gradients of the pieces that end here, in their order; parameters that they did not reach count as 0."""
-        summaries = [piece.summary() for piece in self._pieces]
-        if self.is_scheduled:  # a parameter that took part in some pieces only does not tell in which
-            self.problems[Problem.NOT_IN_EVERY_PIECE] += any(n not in (0, len(summaries)) for n in self._turns)
-        super().end_piece()
-        return summaries
-
-    def _take_turn(self, index: int, grad: Tensor) -> Problem | None:
-        """Add a gradient to the piece of a schedule whose turn it is."""
-        turn = self._turns[index]
-        self._turns[index] += 1
-        return self._pieces[turn].take(index, grad) if turn < len(self._pieces) else None
+    def scaled(self, factor: Tensor, metrics: Sequence[GradientMetric]) -> GradientSummary:
+        """The summary of `factor` times the gradient; factor: 0-dim and positive."""
+        square = factor.square()
+        of_metrics = torch.stack([square if metric.adds == "squares" else factor for metric in metrics])
+        squares = None if self.witness_squares is None else self.witness_squares * square
+        return GradientSummary(self.terms * of_metrics[:, None], self.witness * factor, squares)
 
 
 class PieceGradient:
@@ -133,7 +64,7 @@ class PieceGradient:
         clones: copy gradients that wait.
     """
 
-    def __init__(self, tap: LeafHookTap, staging_bytes: int, *, clones: bool = False) -> None:
+    def __init__(self, tap: Tap, staging_bytes: int, *, clones: bool = False) -> None:
         self._tap, self._staging_bytes, self._clones = tap, staging_bytes, clones
         self._terms = GradientTerms(tap.metrics, len(tap.leaves), tap.device)
         self._witnessed: dict[int, Tensor] = {}
@@ -273,49 +204,3 @@ def is_output_of_graph(grad: Tensor) -> bool:
     """
     # Private: there is no public function. A test guards it.
     return bool(torch._C._is_cached_tensor(grad))  # type: ignore[attr-defined]
-
-
-def choose_tap(
-    wrapper: Wrapper,
-    witness: Witness,
-    metrics: Sequence[GradientMetric],
-    *,
-    name: TapName,
-    comm_hook: CommHook | None,
-    comm_state: object,
-    staging_bytes: int,
-    on_backward: Callable[[], None],
-    own: OwnTime,
-) -> Tap:
-    """The tap of this name, with its hooks in place. Arguments as for `LeafHookTap` and `DDPBucketTap`.
-
-    Raises:
-        ValueError: when the tap does not fit the model.
-    """
-    if name == "comm_hook":
-        return DDPBucketTap(
-            wrapper,
-            witness,
-            metrics,
-            comm_hook=comm_hook,
-            comm_state=comm_state,
-            on_backward_end=on_backward,
-            own=own,
-        )
-    leaves, data = wrapper.leaves, wrapper.data
-    context = cut = None
-    if (group := wrapper.sequence_group) is not None:
-        context = ContextPiece(leaves, group, witness, metrics, staging_bytes=staging_bytes)
-    if data.n_sharing > 1 or wrapper.experts or wrapper.has_cut_leaves:
-        cut = CutGradients(leaves, data.first_sharing)
-    return LeafHookTap(
-        leaves,
-        witness,
-        metrics,
-        parameters=list(wrapper.parameters.values()),
-        cut=cut,
-        context=context,
-        on_backward_end=on_backward,
-        own=own,
-        staging_bytes=staging_bytes,
-    )

@@ -99,18 +99,6 @@ class Problem(Enum):
     SPARSE_ON_GPU = (
         "a sparse gradient on a GPU cannot be squared without waiting for the device: use Embedding(sparse=False)"
     )
-    SPARSE_IN_BUCKETS = (
-        "DDP does not put a sparse gradient into a bucket that can be read: use tap='leaf', or Embedding(sparse=False)"
-    )
-    SEVERAL_REDUCTIONS = (
-        "DDP reduced more than once in a window, so its buckets no longer hold one rank's gradient: "
-        "accumulate under model.no_sync(), or use tap='leaf'; where the loop zeroes gradients without a step, call "
-        "probe.discard()"
-    )
-    OUTSIDE_PIECES = (
-        "a backward outside piece(), or in a piece that was interrupted, added to the gradients, and DDP's buckets "
-        "hold its part too: put that backward into a piece, or zero the gradients after it"
-    )
     NOT_IN_EVERY_PIECE = (
         "a parameter of a pipeline stage had another number of gradients than the schedule has micro-batches: enter "
         "'with probe.pieces(n_microbatches):' around schedule.step(), and use every parameter in every micro-batch"

@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sonde.batch_size.taps.leaf_hooks import GradientSummary
 from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.tap import GradientSummary
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number, PieceCounts, as_vector
 from sonde.parallel.data_ranks import ExpertRanks
@@ -209,27 +209,9 @@ class ContextPiece:
         return GradientSummary(self._terms.sum(), witness[0], witness_squares=witness[1])
 
 
-class OwnPieces(Protocol):
-    """The pieces of a class in one window on this rank, where they are not the pieces of the rest."""
-
-    def add(self, squares: Tensor, counts: PieceCounts) -> None:
-        """Add one of this rank's pieces; squares: |h_k|², [metrics, groups]. They add up over parameters."""
-
-    def sum(self, squares: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[Problem, Number]]:
-        """Add the pieces up, once on every rank: this may take collectives.
-
-        Args:
-            squares: Σ |h_k|²/w_k with the weights of the rest, [metrics, groups].
-
-        Returns:
-            The same with weights of their own; the numbers of `Pieces` in which they differ from the rest, by name; and
-            problems, with their counts. All are still to be summed over ranks.
-        """
-
-
 @dataclass(frozen=True)
 class PieceClass:
-    """A class of parameters that is solved apart from the rest: it has pieces of its own, or a κ of its own.
+    """A class of parameters that is solved apart from the rest, since it has pieces of its own.
 
     It has columns in the window's sums and elements in the witness. No parameter is in two classes. Single examples are
     refused beside a class, and metrics in which norms add up before they are squared: they speak of the whole model.
@@ -238,13 +220,13 @@ class PieceClass:
         name: plural, for people and for the names of its sums.
         indices: of its parameters in the whole model.
         likely_cause: what may have changed its gradient, if it is no multiple of the sum of its pieces.
-        begin: makes its pieces of one window; None if they are those of the rest.
+        begin: makes its pieces of one window.
     """
 
     name: str
     indices: frozenset[int]
     likely_cause: str
-    begin: Callable[[], OwnPieces] | None = None
+    begin: Callable[[], ExpertPieces]
 
 
 def experts_apart(experts: ExpertRanks) -> PieceClass:
@@ -271,14 +253,20 @@ class ExpertPieces:
         self._counts: list[Number] = []
 
     def add(self, squares: Tensor, counts: PieceCounts) -> None:
-        """Add a piece; the weight in `counts` is this rank's part of it."""
+        """Add one of this rank's pieces; squares: |h_k|², [metrics, groups]. The weight is this rank's part of it."""
         self._squares.append(squares)
         self._counts += [counts.weight, counts.weight * counts.weight / counts.effective_units]
 
     def sum(self, squares: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[Problem, Number]]:
         """Sum the pieces' weights over the ranks that feed the experts, by one collective; divide the squares by them.
 
-        A problem is that these ranks had different numbers of pieces, or too many.
+        Args:
+            squares: Σ |h_k|²/w_k with the weights of the rest, [metrics, groups].
+
+        Returns:
+            The same with weights of their own; the numbers of `Pieces` in which they differ from the rest, by name; and
+            a problem: that these ranks had different numbers of pieces, or too many. All are still to be summed over
+            ranks.
         """
         n = min(len(self._squares), _MOST_PIECES)
         table = zero_sums(3, _MOST_PIECES, device=squares.device)

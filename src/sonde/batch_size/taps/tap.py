@@ -1,11 +1,10 @@
-"""A tap reads the gradients of pieces while backward runs: what every tap does, and what it keeps of a gradient."""
+"""The tap reads the gradients of pieces while backward runs, by hooks on leaves: which backwards make a piece."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,39 +13,17 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from sonde.batch_size.hooks import accumulates, inside_another_backward, log_failure
+from sonde.batch_size.taps.leaf_hooks import STAGED_NUMEL, STAGED_NUMEL_ON_CPU, GradientSummary, PieceGradient
 from sonde.batch_size.taps.metric import GradientMetric
 from sonde.batch_size.taps.problems import Problem
+from sonde.batch_size.taps.shared_pieces import ContextPiece, CutGradients
 from sonde.batch_size.taps.witness import Witness
 from sonde.batch_size.units import Number
 from sonde.batch_size.window_clock import MEASURING, OwnTime
 from sonde.parallel.devices import is_capturing, to_device
 from sonde.parallel.model_state import is_in_own_pass
 from sonde.parallel.placements import local_tensor, spec_of
-
-
-@dataclass(frozen=True)
-class GradientSummary:
-    """The part of one gradient that is kept.
-
-    Attributes:
-        terms: what adds up over parameters in each metric, squares or norms, 0 for a parameter without gradient;
-            [metrics, parameters].
-        witness: the witness's elements, [witness.size].
-        witness_squares: squares of the parts that were added up to the witness's elements, which rounding is relative
-            to, [witness.size]; None for the squares of the elements themselves.
-    """
-
-    terms: Tensor
-    witness: Tensor
-    witness_squares: Tensor | None = None
-
-    def scaled(self, factor: Tensor, metrics: Sequence[GradientMetric]) -> GradientSummary:
-        """The summary of `factor` times the gradient; factor: 0-dim and positive."""
-        square = factor.square()
-        of_metrics = torch.stack([square if metric.adds == "squares" else factor for metric in metrics])
-        squares = None if self.witness_squares is None else self.witness_squares * square
-        return GradientSummary(self.terms * of_metrics[:, None], self.witness * factor, squares)
-
+from sonde.parallel.wrappers import Wrapper
 
 Hook = Callable[[Tensor | None], None]
 
@@ -83,96 +60,126 @@ class SwitchedHooks:
 
 
 class Tap:
-    """Reads the gradients of pieces and never changes them. A new way to read gradients is a new class of this kind.
+    """Hooks on the leaves of a model that reduce each piece's gradient to its squared norms, and never change it.
 
-    Hooks on leaves tell which backwards make a piece. A tap also looks at `.grad` of a few parameters when a backward
+    The hooks tell which backwards make a piece. The tap also looks at `.grad` of a few parameters when a backward
     begins to add to it. Before the first backward of a window nothing may be there, and before a later one the
     gradients of earlier pieces must still be.
 
     Args:
-        leaves: leaf tensors that require a gradient, each once.
-        hooked: those that have hooks, by index.
-        parameters: whose `.grad` the optimizer reads, [leaves].
-        witness: which of them are looked at, and which of their elements.
+        wrapper: the model. Under FSDP2, its leaves are gathered parameters; the optimizer reads the `.grad` of others.
+        witness: which parameters are looked at, and which of their elements are copied besides the norms.
+        metrics: in which gradients are measured.
+        staging_bytes: bound of the memory for gradients that wait.
         on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
         own: the probe's time.
-        stray: what is wrong with a window in which a backward was in no piece, or its piece was given up; None where
-            this does not spoil what is read.
     """
 
-    name: str
+    name = "leaf hooks"
     """The place where gradients are read, for people."""
     take: Callable[[int, Tensor], Problem | None]
     """Takes the gradient that a backward of the present piece adds to a leaf, by index; returns why the piece is lost,
     if it is."""
-    _shares_sequences = False
-    """Whether pieces are read whose sequences other ranks hold parts of."""
 
     def __init__(
         self,
-        leaves: Sequence[Tensor],
-        hooked: Sequence[int],
-        parameters: Sequence[Tensor],
+        wrapper: Wrapper,
         witness: Witness,
+        metrics: Sequence[GradientMetric],
         *,
+        staging_bytes: int,
         on_backward_end: Callable[[], None],
         own: OwnTime,
-        stray: Problem | None = None,
     ) -> None:
-        self.spent = own.spent
+        self.leaves = leaves = wrapper.leaves
+        self.witness, self.metrics, self.staging_bytes, self.device = witness, metrics, staging_bytes, leaves[0].device
+        self.spent, self._on_backward_end = own.spent, on_backward_end
         self.only_declared = False
         """Whether declared pieces alone count: this rank has declared one, or has learnt that another rank has. Before,
         each backward is a piece."""
-        self.leaves, self.witness, self._on_backward_end, self._stray = leaves, witness, on_backward_end, stray
         self.problems: Counter[Problem] = Counter()
+        parameters = list(wrapper.parameters.values())
         self._watched: Mapping[int, Tensor] = {i: parameters[i] for i in witness.fixed}
         # FSDP2's sharded parameters get their `.grad` only when a backward reduces it.
         self._leaves_have_grad = bool(self._watched) and all(leaves[i] is p for i, p in self._watched.items())
         self._is_first, self._left_over = True, list[Tensor]()
-        self._explicit = self.is_scheduled = self._is_recorded = False
+        self._is_recorded = False
         self._asked_at: int | None = None
-        self.backwards: set[int] = set()
-        """Autograd's numbers of the present piece's backwards."""
-        self._hooks = SwitchedHooks([(leaves[i], self._hook(i)) for i in hooked])
+        self.staged_numel = STAGED_NUMEL_ON_CPU if self.device.type == "cpu" else STAGED_NUMEL
+        """Gradients up to this many elements wait."""
+        self.one_device = all(leaf.device == self.device for leaf in leaves)
+        """Whether all leaves were on one device at attach."""
+        self.summed: set[int] = set()
+        """Leaves whose gradients are copied and wait until the piece ends, since several backwards of a piece have
+        reached them."""
+        self.summed_bytes = 0
+        """Of their gradients."""
+        self.copies = False
+        """Whether all gradients that wait are copied, since torch has refused to read one."""
+        self.cut: CutGradients | None = None
+        """What this rank counts of a gradient that it shares with other ranks; None if every rank has its own pieces.
+        """
+        if wrapper.data.n_sharing > 1 or wrapper.experts or wrapper.has_cut_leaves:
+            self.cut = CutGradients(leaves, wrapper.data.first_sharing)
+        self._context: ContextPiece | None = None
+        """Reads pieces whose gradients are means over ranks that share sequences."""
+        if (group := wrapper.sequence_group) is not None:
+            self._context = ContextPiece(leaves, group, witness, metrics, staging_bytes=staging_bytes)
+        self.forget_piece()
+        self._hooks = SwitchedHooks([(leaf, self._hook(i)) for i, leaf in enumerate(leaves)])
 
     def forget_piece(self) -> None:
         """Forget the present piece, or the pieces of a schedule."""
-        self.backwards = set()
+        self.backwards: set[int] = set()
+        """Autograd's numbers of the present piece's backwards."""
         self._explicit = self.is_scheduled = False
+        if self._context is not None:
+            self._context.begin()
+        piece = self._context or PieceGradient(self, self.staging_bytes)
+        self._pieces: Sequence[PieceGradient | ContextPiece] = [piece]
+        self.take = piece.take
 
     def begin_piece(self, n: int | None = None) -> None:
         """From here until `end_piece` all backwards are one piece, or the n pieces of a pipeline's schedule.
 
-        Later backwards outside pieces never count.
+        Later backwards outside pieces never count. A stage runs the pieces' backwards in their order, whatever runs
+        between them. So the k-th gradient of each parameter is of the k-th piece.
         """
         if self.backwards:
             self.forget_piece()
         self._explicit = self.only_declared = True
         self.is_scheduled = n is not None
+        if n is not None:
+            # Zero-bubble schedules add to gradients that autograd leaves alone since somebody holds them: copies wait.
+            self._pieces = [PieceGradient(self, self.staging_bytes // n, clones=True) for _ in range(n)]
+            self._turns = [0] * len(self.leaves)
+            self.take = self._take_turn
+
+    def _take_turn(self, index: int, grad: Tensor) -> Problem | None:
+        """Add a gradient to the piece of a schedule whose turn it is."""
+        turn = self._turns[index]
+        self._turns[index] += 1
+        return self._pieces[turn].take(index, grad) if turn < len(self._pieces) else None
 
     def end_piece(self) -> list[GradientSummary]:
-        """The gradients of the pieces that end here, in their order; none from a tap that sees only whole windows."""
+        """The gradients of the pieces that end here, in their order; parameters that they did not reach count as 0."""
+        summaries = [piece.summary() for piece in self._pieces]
+        if self.is_scheduled:  # a parameter that took part in some pieces only does not tell in which
+            self.problems[Problem.NOT_IN_EVERY_PIECE] += any(n not in (0, len(summaries)) for n in self._turns)
         # A stage that was frozen whole has no gradients. Its zeros are right, and the other stages' pieces count.
         may_be_empty = self.is_scheduled and not any(leaf.requires_grad for leaf in self.leaves)
         self.problems[Problem.EMPTY_PIECE] += not (self.backwards or may_be_empty)
         self.forget_piece()
-        return []
+        return summaries
 
     def discard_piece(self) -> None:
         """Forget the present piece. Whatever its backward has added to `.grad` stays there."""
-        self.problems[self._stray or Problem.INTERRUPTED] += bool(self.backwards)
+        self.problems[Problem.INTERRUPTED] += bool(self.backwards)
         self.forget_piece()
 
-    def leave_out_backward(self) -> None:
-        """Forget the backward outside pieces that has just ended. It has added to `.grad`."""
-        if self._stray is not None:
-            self.problems[self._stray] += 1
-        self.forget_piece()
-
-    def end_window(self) -> GradientSummary | None:
-        """This rank's whole window as one piece; None from a tap that has given the gradient of each piece."""
+    def end_window(self) -> None:
+        """Begin the next window."""
         self._is_first = True
-        return None
 
     def take_problems(self) -> dict[Problem, Number]:
         """Counts since the last call, some of them on the device; the counts start again from 0."""
@@ -226,10 +233,6 @@ class Tap:
         # torch.autograd.grad, and add to `.grad` themselves.)
         if not self.is_scheduled and (is_in_own_pass(leaf) or not accumulates(leaf)):
             return False
-        return self.counts(grad)
-
-    def counts(self, grad: Tensor) -> bool:
-        """Whether a backward that adds to `.grad` belongs to a piece: see `_opens_backward`."""
         if self.runs_in_graph(grad):
             return False
         if self._is_first:
@@ -243,10 +246,8 @@ class Tap:
         # Once pieces are declared, a backward outside them does not count. If it only fills up, its own part is 0, but
         # DDP and FSDP2 may have reduced the gradient of other ranks into `.grad`.
         if self.only_declared and not self._explicit:
-            if self._stray is not None:
-                self.problems[self._stray] += 1
             return False
-        if not self._shares_sequences:
+        if self._context is None:
             # torch's `context_parallel` replaces the attention while it is in force.
             where = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
             self.problems[Problem.CONTEXT_PARALLEL] += where.startswith("torch.distributed.tensor.experimental")

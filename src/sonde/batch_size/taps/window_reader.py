@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from sonde.batch_size.pace import WindowCosts
 from sonde.batch_size.taps.metric import GradientMetric, GradientTerms
 from sonde.batch_size.taps.problems import Problem
 from sonde.batch_size.taps.shared_pieces import CutGradients, PieceClass
-from sonde.batch_size.taps.tap import GradientSummary, Tap
+from sonde.batch_size.taps.tap import Tap
 from sonde.batch_size.taps.update import UpdateSample
 from sonde.batch_size.taps.window_sums import Shapes, WindowSums, packed, prefixed
 from sonde.batch_size.taps.witness import Witness
@@ -31,6 +31,7 @@ from sonde.parallel.shares import share_of
 from sonde.parallel.wrappers import Wrapper
 
 if TYPE_CHECKING:
+    from sonde.batch_size.found_model import FoundModel
     from sonde.batch_size.per_example.example_window import ExampleWindow
 
 
@@ -92,7 +93,6 @@ class FinalGradient:
             [*clipped],
             mesh=self._wrapper.mesh,
             pp_mesh=self._wrapper.pp_mesh,
-            allow_sparse=True,
         )
 
     def note_own_norm(self, norm: Tensor, max_norm: float | None) -> None:
@@ -169,52 +169,52 @@ class WindowReader:
     """Reads the gradients of pieces and windows, and starts the sum over ranks: one collective per window.
 
     Args:
-        wrapper: the model.
-        group_names: the parameter group of each parameter of the whole model, [parameters of all pipeline stages].
-        first: where this rank's parameters begin in that list.
-        n_further_units: how many further units pieces are counted in.
-        examples: reads single examples besides pieces; None where that is not possible or not wanted.
-        metrics: in which gradients are measured.
-        witness: which elements are compared.
-        classes: of parameters that are solved apart from the rest.
-        tap: reads the pieces.
+        found: the model, and how it is measured.
         own: the probe's time. Whoever ends a window counts that.
         grad_scaler: the enabled GradScaler; a piece is divided by the scale that it was taken at.
+        examples: reads single examples besides pieces; None where that is not possible or not wanted.
+        on_backward_end: called when a backward outside `begin_piece` … `end_piece` has ended, and is a piece.
     """
 
     def __init__(
         self,
-        wrapper: Wrapper,
-        group_names: Sequence[str],
-        metrics: Sequence[GradientMetric],
-        witness: Witness,
-        classes: Sequence[PieceClass],
-        tap: Tap,
+        found: FoundModel,
         own: OwnTime,
         *,
         grad_scaler: torch.amp.GradScaler | None,
-        first: int = 0,
-        n_further_units: int = 0,
-        examples: ExampleWindow | None = None,
+        examples: ExampleWindow | None,
+        on_backward_end: Callable[[], None],
     ) -> None:
+        wrapper, metrics, classes, whole = found.wrapper, found.metrics, found.classes, found.whole
         self.parameters = list(wrapper.parameters.values())
         self.device = wrapper.leaves[0].device
-        self.groups = tuple(dict.fromkeys(group_names))
-        self._wrapper, self._metrics, self._witness, self._classes = wrapper, metrics, witness, classes
-        self._tap, self._grad_scaler, self._examples, self._own = tap, grad_scaler, examples, own
-        place = {name: i for i, name in enumerate(self.groups)}
+        self.wrapper, self._metrics, self._classes = wrapper, metrics, classes
+        self._grad_scaler, self._examples, self._own = grad_scaler, examples, own
+        self._witness = witness = Witness(
+            whole.shapes, whole.first, len(self.parameters), [each.indices for each in classes]
+        )
+        self.tap = Tap(
+            wrapper,
+            witness,
+            metrics,
+            staging_bytes=found.options.staging_bytes(self.device),
+            on_backward_end=on_backward_end,
+            own=own,
+        )
+        """Reads the pieces."""
+        place = {name: i for i, name in enumerate(found.groups)}
         class_of = {i: k for k, each in enumerate(classes, 1) for i in each.indices}
-        columns = [class_of.get(i, 0) * len(place) + place[name] for i, name in enumerate(group_names)]
+        columns = [class_of.get(i, 0) * len(place) + place[name] for i, name in enumerate(found.group_names)]
         self._sums = WindowSums(
-            columns[first : first + len(self.parameters)],
-            n_groups=len(self.groups),
+            columns[whole.first : whole.first + len(self.parameters)],
+            n_groups=len(place),
             metrics=metrics,
             witness=witness,
             device=self.device,
             data=wrapper.data,
             classes=classes,
             has_loss_scale=grad_scaler is not None,
-            n_further_units=n_further_units,
+            n_further_units=len(found.options.units) - 1,
         )
         self._may_be_recorded, self._saw_recording = runs_beside_host(self.device), False
         self._outside: Counter[Problem] = Counter()
@@ -229,11 +229,11 @@ class WindowReader:
     @property
     def tap_name(self) -> str:
         """Where gradients are read now."""
-        return self._tap.name + (" and single examples" if self._reads_examples else "")
+        return self.tap.name + (" and single examples" if self._reads_examples else "")
 
     @property
     def _reads_examples(self) -> bool:
-        return self._examples is not None and self._examples.is_open
+        return self._examples is not None and self._examples.norms.is_open
 
     def is_recorded(self) -> bool:
         """Whether the device records a CUDA graph now. Nothing may be launched then.
@@ -254,20 +254,20 @@ class WindowReader:
 
         Later backwards outside pieces never count.
         """
-        self._tap.begin_piece(n)
-        if self._examples is not None and self._examples.is_open:
+        self.tap.begin_piece(n)
+        if self._examples is not None and self._examples.norms.is_open:
             self._examples.norms.forget_backwards()
 
     def discard_piece(self) -> None:
         """Forget the present piece."""
-        self._tap.discard_piece()
+        self.tap.discard_piece()
         if self._examples is not None:
             self._examples.norms.discard()
 
     def leave_out_backward(self, problem: Problem) -> None:
         """Forget the backward outside pieces that has just ended, since it is no piece; `problem` says why."""
         self._outside[problem] += 1
-        self._tap.leave_out_backward()
+        self.tap.forget_piece()
         if self._examples is not None:
             self._examples.norms.discard()
 
@@ -281,13 +281,9 @@ class WindowReader:
         self._outside[Problem.NOT_ALL_DECLARED] += not is_declared
         with self._own.measuring:
             unscale = None if self._grad_scaler is None else self._unscale(self._grad_scaler)
-            gradients: Sequence[GradientSummary | None] = self._tap.end_piece() or [None] * len(counts)
-            for gradient, of_piece in zip(gradients, counts, strict=True):
-                if gradient is None:  # the tap sees whole windows: end_window gets the gradient
-                    self._sums.count(of_piece)
-                else:
-                    self._sums.add(gradient if unscale is None else gradient.scaled(unscale, self._metrics), of_piece)
-            if self._examples is not None and self._examples.is_open:  # no pipeline's
+            for gradient, of_piece in zip(self.tap.end_piece(), counts, strict=True):
+                self._sums.add(gradient if unscale is None else gradient.scaled(unscale, self._metrics), of_piece)
+            if self._examples is not None and self._examples.norms.is_open:  # no pipeline's
                 self._examples.end_piece(counts[0], unscale)
 
     def _unscale(self, grad_scaler: torch.amp.GradScaler) -> Tensor:
@@ -317,10 +313,7 @@ class WindowReader:
         Returns:
             The window; and the plain norm of its gradient, including parameters given to `clip_also`, if `reads_grad`.
         """
-        if (whole := self._tap.end_window()) is not None and self._sums.n_pieces:
-            if self._grad_scaler is not None:
-                whole = whole.scaled(self._unscale(self._grad_scaler), self._metrics)
-            self._sums.merge(whole)
+        self.tap.end_window()
         grads = [p.grad for p in self.parameters]
         terms = self.final.terms(grads)
         final = {"witness_final": self.final.witness(grads), "sq_norm_big": self._sums.per_group(terms)}
@@ -328,14 +321,14 @@ class WindowReader:
         sums, own = self._of_pieces(problems, terms, costs)
         sums["frozen"] = frozen
         # Where ranks hold parts of the gradient, the sum over ranks takes in its squares and elements.
-        is_cut = self._wrapper.mesh is not None
+        is_cut = self.wrapper.mesh is not None
         (sums if is_cut else own).update(final)
         if is_cut:
             own["own_norm"], sums["own_norm_squares"] = self.final.take_own_norm(terms[0].sum())
         vector, shapes = packed(sums)
         rides = is_cut and reads_grad
         norm = self.final.norm_of_clip(riding=vector if rides else None) if reads_grad else None
-        work = None if rides else start_reduce(vector, self._wrapper.group)
+        work = None if rides else start_reduce(vector, self.wrapper.group)
         sizes = dict(self._witness.sizes)
         self._witness.move()  # once per window on every rank, so that all ranks compare the same elements
         return Window(vector, shapes, own, sizes, self._classes, work), norm
@@ -350,7 +343,7 @@ class WindowReader:
             sums, own = self._examples.end_window(self._sums, terms[0] if self._reads_examples else None)
             sums, own = prefixed("examples", sums), prefixed("examples", own)
         met = self._take_problems(problems)
-        return self._sums.end_window(met, costs.numbers(), declares=self._tap.only_declared) | sums, own
+        return self._sums.end_window(met, costs.numbers(), declares=self.tap.only_declared) | sums, own
 
     def forget_window(self) -> None:
         """Forget the pieces since the last window ended."""
@@ -361,10 +354,10 @@ class WindowReader:
             self._examples.end_window(self._sums, None)
         self._take_problems()
         self._sums.forget()
-        self._tap.end_window()
+        self.tap.end_window()
 
     def _take_problems(self, of_window: Collection[Problem] = ()) -> dict[Problem, Number]:
-        problems = self._tap.take_problems()
+        problems = self.tap.take_problems()
         self._saw_recording |= bool(problems.get(Problem.IN_CUDA_GRAPH))
         if self._saw_recording and (not self._sums.n_pieces or problems.get(Problem.EMPTY_PIECE)):
             self._outside[Problem.IN_CUDA_GRAPH] += 1

@@ -19,10 +19,10 @@ from sonde.batch_size.stats.dependence import (
     scores_of_pieces,
 )
 from sonde.batch_size.stats.window_row import Drop, SumsApart, WindowRow
+from sonde.batch_size.taps.leaf_hooks import GradientSummary
 from sonde.batch_size.taps.metric import Adds, GradientMetric
 from sonde.batch_size.taps.problems import Problem
-from sonde.batch_size.taps.shared_pieces import OwnPieces, PieceClass
-from sonde.batch_size.taps.tap import GradientSummary
+from sonde.batch_size.taps.shared_pieces import PieceClass
 from sonde.batch_size.taps.witness import Witness, elements_of
 from sonde.batch_size.units import Number, PieceCounts, as_vector
 from sonde.parallel.data_ranks import DataRanks
@@ -63,8 +63,8 @@ _COUNTS = (
     "weight",
     "weight_over_units",
     "sq_weight_over_units",
-    "n_pieces",
     "n_units",
+    "n_pieces",
     "rank_sq_weight_over_units",
     "n_comparing",
     "by_place",
@@ -90,7 +90,7 @@ class WindowSums:
         metrics: in which gradients are measured.
         witness: which elements are compared.
         device: where the sums live.
-        data: this rank's place among those that have data of their own; None for a single process.
+        data: this rank's place among those that have data of their own.
         classes: of parameters that are solved apart from the rest.
         has_loss_scale: whether gradients were multiplied by a GradScaler's scale.
         n_further_units: how many further units pieces are counted in.
@@ -104,7 +104,7 @@ class WindowSums:
         metrics: Sequence[GradientMetric],
         witness: Witness,
         device: torch.device,
-        data: DataRanks | None = None,
+        data: DataRanks,
         classes: Sequence[PieceClass] = (),
         has_loss_scale: bool = False,
         n_further_units: int = 0,
@@ -114,7 +114,6 @@ class WindowSums:
         self._metrics, self._n_groups, self._witness_of, self._classes = metrics, n_groups, witness, classes
         self._columns = to_device(torch.tensor(columns, device="cpu"), device)
         self._n_columns = n_groups * (1 + len(classes))
-        data = data if data is not None else DataRanks()
         self._rank, self._n_marked = data.rank, min(data.n_ranks, _MOST_MARKED) if data.n_ranks > 1 else 0
         self._counts_pieces = data.counts_pieces
         """Whether this rank counts the pieces of its data. Ranks that share a piece hold parts of its gradient: all add
@@ -131,16 +130,11 @@ class WindowSums:
         """The same per group and, last, of the whole model, where norms add up before they are squared."""
         self._witness, self._witness_squares = zeros(2, self._witness_of.size)
         self._witness_small, self._bad_counts = zeros(2)
-        self._own_pieces: dict[int, OwnPieces] = {}
-        """Of each class that has pieces of its own, by its place: after 0, which is that of the rest."""
-        for place, each in enumerate(self._classes, 1):
-            if each.begin is not None:
-                self._own_pieces[place] = each.begin()
+        self._own_pieces = {place: each.begin() for place, each in enumerate(self._classes, 1)}
+        """Of each class, by its place: after 0, which is that of the rest."""
         self.n_pieces = 0
-        self._weight: Number = 0.0
-        self._weight_over_units: Number = 0.0
-        self._sq_weight_over_units: Number = 0.0
-        self._units: Number = 0.0
+        self._counts: list[Number] = [0.0] * 4
+        """Σ w_k, Σ w_k/n_k, Σ w_k²/n_k and the units, as `_COUNTS` names them."""
         self._further_units: list[Number] = [0.0] * self._n_further_units
         self._compared: list[Tensor] = []
         self._sizes: list[Tensor] = []
@@ -150,7 +144,7 @@ class WindowSums:
     def add(self, gradient: GradientSummary, counts: PieceCounts) -> None:
         """Add one piece's gradient h_k with its weight w_k and its effective number of units n_k."""
         self._add_gradient(gradient, counts.weight)
-        self.count(counts)
+        self._count(counts)
         if self._own_pieces:
             squares = self.per_group(gradient.terms)[:, :-1].unflatten(1, (-1, self._n_groups))
             for place, pieces in self._own_pieces.items():
@@ -163,26 +157,16 @@ class WindowSums:
                 self._sizes.append(gradient.terms[0].sum() / counts.weight / counts.weight)
                 self._units_of_pieces.append(counts.units)
 
-    def count(self, counts: PieceCounts) -> None:
-        """Count a piece whose gradient will be seen only together with the other pieces of this rank."""
+    def _count(self, counts: PieceCounts) -> None:
         self.n_pieces += 1
-        self._weight += counts.weight
-        self._weight_over_units += counts.weight / counts.effective_units
-        self._sq_weight_over_units += counts.weight * counts.weight / counts.effective_units
-        self._units += counts.units
-        for i, number in enumerate(counts.further):
-            self._further_units[i] += number
+        weight, n = counts.weight, counts.effective_units
+        of_piece = (weight, weight / n, weight * weight / n, counts.units)
+        self._counts = [total + number for total, number in zip(self._counts, of_piece, strict=True)]
+        self._further_units = [a + b for a, b in zip(self._further_units, counts.further, strict=True)]
         for number in (counts.weight, counts.effective_units, counts.units, *counts.further):
             # `piece_counts` has checked Python numbers. Tensors cannot be checked without waiting for the device.
             if isinstance(number, Tensor):
                 self._bad_counts += ~(torch.isfinite(number) & (number > 0))
-
-    def merge(self, gradient: GradientSummary) -> None:
-        """Turn the pieces counted so far into one piece, with the sum of their gradients."""
-        self._add_gradient(gradient, self._weight)
-        # One piece of weight W_r and n_r = W_r²/Σ w_k²/n_k effective units.
-        self._weight_over_units = self._sq_weight_over_units / self._weight
-        self.n_pieces = 1
 
     def _add_gradient(self, gradient: GradientSummary, weight: Number) -> None:
         self._small += gradient.terms / weight
@@ -222,13 +206,11 @@ class WindowSums:
         """
         may_compare = self._counts_pieces and len(self._compared) >= FEWEST_PIECES
         # The last ratio is one of this rank's own sums: it is formed before the sum over ranks.
+        weight, _, sq_weight_over_units, _ = self._counts
         counts: list[Number] = [
-            self._weight,
-            self._weight_over_units,
-            self._sq_weight_over_units,
+            *self._counts,
             float(self.n_pieces),
-            self._units,
-            self._sq_weight_over_units / self._weight if self.n_pieces else 0.0,
+            sq_weight_over_units / weight if self.n_pieces else 0.0,
             float(may_compare),
             *order_of_pieces(self._sizes, self._units_of_pieces),
         ]
@@ -261,7 +243,7 @@ class WindowSums:
         sums |= zip(sizes, vector.split([*sizes.values()]), strict=True)
         witness = self._witness if not self._classes else self._witness * self._witness_of.rest(self.device)
         # A ratio of this rank's own sums is formed before the sum over ranks.
-        of_rank = witness.square().sum() / self._weight if self.n_pieces else witness.new_zeros(())
+        of_rank = witness.square().sum() / weight if self.n_pieces else witness.new_zeros(())
         marks = witness.new_zeros(self._n_marked, 2)
         if self._counts_pieces and self._rank < self._n_marked:
             marks[self._rank] = rank_mark(witness)

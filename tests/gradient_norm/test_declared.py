@@ -1,4 +1,4 @@
-"""What a plan verifies by values: on how many ranks each parameter is."""
+"""Parameters that are declared to be on some ranks."""
 
 from __future__ import annotations
 
@@ -28,29 +28,16 @@ def tied_over_stages() -> Call:
     for _, p in named:
         p.data.copy_(p.grad)  # type: ignore[arg-type]
     options = {"mesh": mesh, "pp_mesh": mesh, "replicas": {named[0][0]: 2}}
-    sonde.group_parameters_for_norm(named, verify=True, **options)
+    sonde.group_parameters_for_norm(named, **options)
     return Call(named, options, None)
 
 
-def experts_over_dp_alone(*, declared: bool, verify: bool) -> Call:
+def experts_over_dp_alone() -> Call:
     """Experts fully sharded over dp, different on each rank of ep: DTensors of the same shape and name."""
     mesh = mesh_of((2, 2), ("dp", "ep"))
     mine = noise(mesh.get_local_rank("ep"), 6).chunk(2)[mesh.get_local_rank("dp")]
     p = placed(mine.clone(), mesh["dp"], [Shard(0)], (6,))
-    p.data._local_tensor.copy_(mine)  # type: ignore[attr-defined]
-    replicas = {"w": 1} if declared else None
-    if verify:
-        return planned([("w", p)], mesh, replicas=replicas, verify=True)
-    return Call([("w", p)], {"mesh": mesh, "replicas": replicas}, None)
-
-
-def same_beginnings(declared: int, *, has_gradient: bool) -> Call:
-    """Experts built under one seed, each on two of four ranks."""
-    mesh = mesh_of((2, 2), ("dp", "ep"))
-    p = nn.Parameter(noise(0, 5))
-    if has_gradient:
-        p.grad = noise(mesh.get_local_rank("ep"), 5)
-    return planned([("w", p)], mesh, replicas={"w": declared}, verify=True)
+    return Call([("w", p)], {"mesh": mesh, "replicas": {"w": 1}}, None)
 
 
 def explained(**options: Any) -> Call:
@@ -64,28 +51,10 @@ SQUARES = [float(noise(seed, 4, 3).double().square().sum()) for seed in (5, 6, 7
 CASES = [
     Case("tied over stages", 2, tied_over_stages, sum(SQUARES) ** 0.5),
     Case(
-        "undeclared",
-        4,
-        lambda: experts_over_dp_alone(declared=False, verify=True),
-        "has the same values on 1 of 4 ranks, and is counted as being on 2",
-        None,
-    ),
-    Case("declared", 4, lambda: experts_over_dp_alone(declared=True, verify=True), "^$", None),
-    Case(
         "their norm",
         4,
-        lambda: experts_over_dp_alone(declared=True, verify=False),
+        experts_over_dp_alone,
         float(torch.cat([noise(0, 6), noise(1, 6)]).double().norm()),
-    ),
-    Case("the same beginning", 4, lambda: same_beginnings(2, has_gradient=False), "^$", None),
-    Case("the same beginning, counted on 4", 4, lambda: same_beginnings(4, has_gradient=False), "^$", None),
-    Case("other gradients", 4, lambda: same_beginnings(2, has_gradient=True), "^$", None),
-    Case(
-        "other gradients, counted on 4",
-        4,
-        lambda: same_beginnings(4, has_gradient=True),
-        "the same values on 2 of 4 ranks, and is counted as being on 4",
-        None,
     ),
     Case("stages explain other shapes", 2, lambda: explained(pp_mesh=None), "^$"),
     Case("replicas explain other shapes", 2, lambda: explained(replicas={"w": 1}), "^$"),
@@ -93,5 +62,5 @@ CASES = [
 
 
 @each_of(CASES)
-def test_values_tell_on_how_many_ranks_a_parameter_is(request: pytest.FixtureRequest, index: int) -> None:
+def test_a_declaration_tells_on_how_many_ranks_a_parameter_is(request: pytest.FixtureRequest, index: int) -> None:
     check_on_ranks(request, __name__, index)
