@@ -200,16 +200,13 @@ def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
     return [program, *command[1:]]
 
 
-def environment_of(
-    options: RunOptions, command: Sequence[str], environment: Mapping[str, str], *, for_doctor: bool = False
-) -> dict[str, str]:
+def environment_of(options: RunOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of the script: as it is, with sonde's settings, and a folder in front of Python's path.
 
     Args:
         options: of the user.
         command: for the log.
         environment: of this process.
-        for_doctor: see `Settings`.
     """
     from sonde.commands.run_script.settings import VARIABLE, Settings
 
@@ -217,7 +214,7 @@ def environment_of(
     start = f"{datetime.datetime.now()}, process {os.getpid()}"
     handed_on = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in ("nproc", "out")}
     pid = os.getpid() if options.nproc is None else 0  # the command becomes the script, or torchrun
-    settings = Settings(tuple(command), str(folder.absolute()), start, pid, **handed_on, for_doctor=for_doctor)
+    settings = Settings(tuple(command), str(folder.absolute()), start, pid, **handed_on)
     before = environment.get("PYTHONPATH")
     path = str(ON_START) if not before else f"{ON_START}{os.pathsep}{before}"
     return dict(environment) | {VARIABLE: settings.in_environment(), "PYTHONPATH": path}

@@ -1,4 +1,4 @@
-"""Processes that a doctor starts: those of self-tests, where a crash is a row, and of the script. All are ended."""
+"""Processes that sonde starts: self-tests, where a crash is a row, and scripts that are tried. All are ended."""
 
 from __future__ import annotations
 

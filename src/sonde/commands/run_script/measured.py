@@ -147,7 +147,6 @@ def _attached(found: ModelOfOptimizers, settings: Settings, log: sonde.RunLog) -
             unit=settings.unit or "rows",
             units_per_piece=units,
             **settings.pace,
-            verbose=not settings.for_doctor,
             grad_scaler=scaler,
             process_group=group,
             trainer=trainer_of(model, *found.optimizers),
@@ -235,7 +234,7 @@ class MeasuredTrainer(GuardedProbe):
 
         batches = MicroBatches(trainer, units_in_batch(settings.units_from))
         options = {"unit": settings.unit or batches.unit, "trainer": batches.trainer_name, **settings.pace}
-        super().__init__(options, verbose=not settings.for_doctor)
+        super().__init__(options)
         self.name, self._new_log = type(trainer).__name__, settings.log
         self.file: LogOfScript | None = None
         self._callback: TransformersProbe | None = TransformersProbe(trainer, batches, self)

@@ -36,7 +36,6 @@ class Settings:
         allowance: seconds that it may take in any case.
         every: measure one window in so many; None to go by the budget.
         report: whether a report is written at the end.
-        for_doctor: whether each window has a reading, and nothing but what looks wrong is said.
     """
 
     command: tuple[str, ...]
@@ -52,13 +51,11 @@ class Settings:
     allowance: float = 10.0
     every: int | None = None
     report: bool = True
-    for_doctor: bool = False
 
     def log(self) -> tuple[RunLog, LogOfScript]:
         """The log of one model of the script, and its file."""
         file = LogOfScript(Path(self.folder), self.start)
-        metadata, every = {"command": " ".join(self.command), "start": self.start}, 1 if self.for_doctor else 10
-        return RunLog(file, metadata=metadata, every=every), file
+        return RunLog(file, metadata={"command": " ".join(self.command), "start": self.start}), file
 
     @property
     def has_log(self) -> bool:

@@ -22,13 +22,15 @@ import sonde
 from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
 from sonde.batch_size.hooks import in_backward
 from sonde.batch_size.step_watch import Arguments, with_closure
-from sonde.commands.run_script import NOT_MEASURED
 from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
 from sonde.commands.run_script.settings import Settings
 from sonde.commands.run_script.words import rank, say, say_in_words_of_run
 from sonde.parallel.placements import is_partial
 from sonde.parallel.unwrap import parameters_of
+
+NOT_MEASURED = "not measured"
+"""Is in each sentence that says why a model of the script is not measured."""
 
 
 class ScriptWatcher:
@@ -178,7 +180,7 @@ class ScriptWatcher:
             self._close_all(reason)
             # Trainings that took no step were given up. They are passed over, unless none took any.
             told = [each for each in self._all if each.n_windows] or self._all[-1:]
-            if self._has_failed or self._settings.for_doctor:
+            if self._has_failed:
                 told = []
             for number, each in enumerate(told, 1):
                 name = f"{number}. {each.name}: " if len(told) > 1 else ""
