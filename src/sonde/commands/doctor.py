@@ -62,8 +62,8 @@ def _checks(folder: Path) -> Iterator[Check]:
     if not has_torch():
         yield Check("self-tests", "not there", "they need torch")
         return
-    yield from self_tests("alone", folder)
-    yield from self_tests("ranks", folder, n_ranks=2)
+    yield from self_tests("alone")
+    yield from self_tests("ranks", n_ranks=2)
 
 
 def _print(checks: Sequence[Check]) -> None:
