@@ -54,7 +54,6 @@ def attach(
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: LogOrPlaces = None,
-    horizon: float | None = None,
     trainer: str = PLAIN_LOOP,
     verbose: bool = True,
 ) -> NoiseScaleProbe:
@@ -96,7 +95,6 @@ def attach(
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
             folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
-        horizon: not used: the noise scale now has no horizon. Loops that were written for averages over one pass it.
         trainer: that runs the loop, such as "Megatron": `sonde advise` says how a batch size is set there. Integrations
             say it by themselves.
         verbose: print the setup that was found, on rank 0.
@@ -131,7 +129,7 @@ def attach(
         model,
         optimizer,
         options,
-        **vars(ranks),
+        ranks=ranks,
         grad_scaler=grad_scaler,
         comm_hook=comm_hook,
         comm_state=comm_state,
@@ -169,7 +167,7 @@ class GnsProbeConfig(NoiseScaleOptions):
             partners.optimizer,
             self,
             grad_scaler=partners.grad_scaler,
-            process_group=partners.process_group,
+            ranks=RanksOfModel(partners.process_group),
             comm_hook=partners.comm_hook,
             comm_state=partners.comm_state,
             log=log,

@@ -29,7 +29,6 @@ class Settings:
         pid: of the process that the command becomes; 0 where that is torchrun.
         unit: plural name of the independent sample; None for rows, or what a trainer's batches hold.
         units_from: what shows the units of a micro-batch.
-        weights_from: what shows its weight in the loss.
         reduced_by_hand: whether the script averages gradients over all ranks by itself.
         micro_batches: whether several backwards in a step are micro-batches, also where there are several models.
         budget: part of the run's time that measuring may cost.
@@ -44,7 +43,6 @@ class Settings:
     pid: int = 0
     unit: str | None = None
     units_from: str = "first-dim"
-    weights_from: str = "auto"
     reduced_by_hand: bool = False
     micro_batches: bool = False
     budget: float = 0.01
