@@ -95,7 +95,7 @@ def check(command: list[str]) -> None:
             assert all((ROOT / script).is_file() for script in scripts), command
         case ["sonde", name]:  # the command's name alone
             assert main([name, "--help"]) == 0, command
-        case ["sonde", "run" | "doctor", *words] if "--" in words:  # and the script with its own options
+        case ["sonde", "run", *words] if "--" in words:  # and the script with its own options
             options_of(command[1:])
         case ["sonde", *words]:
             options_of(["anything" if word == "…" else word for word in words])

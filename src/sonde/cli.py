@@ -24,7 +24,7 @@ COMMANDS = {
     "advise": ("sonde.commands.advise", "say which batch size and learning rate to take next, and what they save"),
     "measure": ("sonde.commands.measure", "measure a checkpoint on your text, without training"),
     "branch": ("sonde.commands.branch", "measure the critical batch size by short trainings from a checkpoint"),
-    "doctor": ("sonde.commands.doctor", "check this machine, and what sonde run would find in a script"),
+    "doctor": ("sonde.commands.doctor", "check whether this machine is right"),
     "demo": ("sonde.demos.byte_lm.run", "train a small language model and judge its batch size"),
     "demo entropy": ("sonde.demos.arithmetic.run", "train a tiny policy and forecast its entropy"),
 }
@@ -91,7 +91,7 @@ def options_of(args: Sequence[str]) -> tuple[Callable[..., int], Any, list[str] 
     if hasattr(module, "USAGE"):
         from sonde.commands.run import split_command
 
-        own, script = split_command(own, name, module.USAGE, is_optional=name in ("advise", "doctor"))
+        own, script = split_command(own, name, module.USAGE, is_optional=name == "advise")
     options_type, run = module.COMMAND
     return run, tyro.cli(options_type, prog=f"sonde {name}", args=own), script
 

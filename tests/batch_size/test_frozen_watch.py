@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from sonde import NoiseScaleProbe
-from sonde.batch_size.model_watch import FrozenWatch
 from tests.batch_size.loops import attached, batch, contents_of, counted, small_model
 from tests.ranks import Ranks, mesh_of
 
@@ -49,8 +48,8 @@ def test_a_frozen_block_leaves_the_averages() -> None:
         windows_of(model, probe, 17, seed=5)
         reading = probe.reading()
         assert counted(probe) == (18, 18)
-        alert = probe.alerts["frozen"]
-    assert "no longer trained (0.weight, 0.bias): the noise scale begins anew without them" in alert
+        alert = probe.alerts["trained"]
+    assert "has changed (0.weight, 0.bias): the noise scale begins anew" in alert
     assert (reading.windows, expected.windows) == (40, 18)
     assert (reading.first_step, expected.first_step) == (23, 1)
     assert "from step 23 on" in str(reading)
@@ -69,8 +68,7 @@ def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
         assert counted(probe) == (3, 3)  # the third window shows it
         model[0].requires_grad_(True)
         windows_of(model, probe, 5)
-        assert list(probe.alerts) == ["frozen", "unfrozen"]
-        assert "trained again (0.weight, 0.bias): the noise scale begins anew with them" in probe.alerts["unfrozen"]
+        assert list(probe.alerts) == ["trained"]
         assert probe.reading().windows == 15
         assert counted(probe) == (3, 3)
         assert "0" in probe.reading().groups
@@ -111,7 +109,7 @@ def test_a_branch_that_rests_now_and_then_is_left_alone() -> None:
             probe.step()
             model.zero_grad()
         assert probe.reading().windows == 80
-        assert "frozen" not in probe.alerts
+        assert "trained" not in probe.alerts
 
 
 def test_a_loop_that_freezes_in_turn_is_left_alone() -> None:
@@ -134,7 +132,7 @@ def test_parts_that_are_trained_in_turn_for_longer_begin_anew_each_time() -> Non
             windows_of(model, probe, 1, seed=window)
         probe.reading()
         assert counted(probe) == (4, 4)  # since window 9, the third of them
-        assert "(0.weight, 0.bias)" in probe.alerts["frozen"]
+        assert "trained" in probe.alerts
         assert set(probe.reading().groups) == {"1", "2"}
 
 
@@ -145,7 +143,7 @@ def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(nn.ModuleList([model]), optimizer, log_every=1) as probe:
         windows_of(model[:5], probe, 25)  # type: ignore[arg-type]
-        assert "frozen" not in probe.alerts
+        assert "trained" not in probe.alerts
         assert probe.reading().windows == 25
 
 
@@ -164,7 +162,7 @@ def test_a_state_that_is_loaded_while_a_block_is_frozen_keeps_the_reading() -> N
         model[0].requires_grad_(True)
         windows_of(model, probe, 4, seed=3)
         probe.reading()
-        assert "unfrozen" in probe.alerts
+        assert "trained" in probe.alerts
 
 
 def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart() -> None:
@@ -186,29 +184,7 @@ def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart() -> None:
         model[0].weight.requires_grad_(True)
         windows_of(model, probe, 4, seed=3)
         probe.reading()
-        assert "unfrozen" in probe.alerts
-
-
-def test_what_is_frozen_and_what_is_trained_again_at_once_are_both_told() -> None:
-    parameters = {name: nn.Parameter(torch.zeros(1)) for name in ("a", "b", "c")}
-    watch = FrozenWatch(parameters, n_ranks=1, n_stages=1, device=torch.device("cpu"))
-
-    def told(*frozen: str) -> tuple[str, str] | None:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name not in frozen)
-        for _ in range(3):
-            watch.look()
-        return watch.arrived(watch.numbers())
-
-    assert told() is None
-    assert told("a", "b") == (
-        "frozen",
-        "measured parameters are no longer trained (a, b): the noise scale begins anew without them",
-    )
-    both = "no longer trained (c), and measured parameters are trained again (a, b): the noise scale begins anew"
-    assert both in (told("c") or ("", ""))[1]
-    assert told("c") is None
-    assert (told() or ("", ""))[0] == "unfrozen"
+        assert "trained" in probe.alerts
 
 
 # On ranks.
@@ -252,7 +228,7 @@ def followed(
             parameter.requires_grad_(not (name in names and BEFORE <= window < BEFORE + FROZEN))
         one_window(probe, window)
         if window == BEFORE + 4:
-            assert list(probe.alerts) == ["frozen"]
+            assert list(probe.alerts) == ["trained"]
             state = probe.state_dict()
         if window in (BEFORE + FROZEN - 1, BEFORE + FROZEN + AFTER - 1):
             reading = probe.reading()
@@ -344,6 +320,6 @@ def test_a_layer_that_one_rank_alone_freezes(ranks2: Ranks) -> None:
     (alerts, averages, n), (others, its, _) = ranks2(_on_one_rank)
     assert averages == its
     assert n == (9, 9)  # since window 8, the third of them
-    assert list(alerts) == list(others) == ["frozen"]
-    assert "(of other ranks)" in alerts["frozen"]
-    assert "(0.weight, 0.bias)" in others["frozen"]
+    assert list(alerts) == list(others) == ["trained"]
+    assert "(of other ranks)" in alerts["trained"]
+    assert "(0.weight, 0.bias)" in others["trained"]

@@ -101,16 +101,6 @@ def test_one_piece_with_all_the_weight_is_dropped() -> None:
         assert "all the weight" in probe.reading().reason
 
 
-def test_metrics_that_are_not_known_can_be_left_out() -> None:
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    with attached(model, optimizer) as probe:
-        train(model, probe, optimizer, windows=4)
-        everything, known = probe.metrics(), probe.metrics(known_only=True)
-    assert None in everything.values()
-    assert known == {name: value for name, value in everything.items() if value is not None}
-
-
 def test_a_reading_says_what_it_means_for_the_batch() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -163,15 +163,6 @@ def each_micro_batch(n: int) -> Loop:
     return loop
 
 
-def unseen_steps(model: nn.Sequential, probe: Any) -> None:
-    for _ in range(18):
-        backwards(model, probe)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(p.grad, alpha=1e-3)  # type: ignore[arg-type]
-        model.zero_grad()
-
-
 def weights_that_rest(model: nn.Sequential, probe: Any) -> None:
     """A noise scale measured at one checkpoint, or at a few of them, needs no optimizer."""
     state = model.state_dict()
@@ -234,9 +225,8 @@ FOLLOWED: dict[str, tuple[Loop, int, dict[str, str]]] = {
     "weights that rest": (weights_that_rest, 60, {}),
     "hooks that leave gradients alone": (in_backward(""), 6, {}),
     "ended twice": (twice_ended, 6, {"no_backward": "ended twice"}),
-    "ended with each micro-batch": (each_micro_batch(1), 0, {"called_often": "3 times between optimizer steps"}),
-    "the same, two optimizers": (each_micro_batch(2), 0, {"called_often": "3 times between optimizer steps"}),
-    "steps that are not seen": (unseen_steps, 0, {"steps_unseen": "call probe.step() before each step"}),
+    "ended with each micro-batch": (each_micro_batch(1), 0, {"not_zeroed": "before each optimizer.step() only"}),
+    "the same, two optimizers": (each_micro_batch(2), 0, {"not_zeroed": "before each optimizer.step() only"}),
     "a step inside a piece": (steps_in_a_piece, 0, {"not_ended": "inside a piece"}),
     "steps in backward": (in_backward("by optimizers", at=0), 0, {"stepped_in_backward": "step after the last"}),
     "steps in backward, later": (in_backward("by optimizers"), 2, {"stepped_in_backward": "step after the last"}),
@@ -244,6 +234,18 @@ FOLLOWED: dict[str, tuple[Loop, int, dict[str, str]]] = {
     "steps in backward by torch": (applied_in_backward, 0, {"stepped_in_backward": "step after the last"}),
     "steps in backward, no window": (without_a_window, 0, {"stepped_in_backward": "step after the last backward"}),
 }
+
+
+def test_a_loop_whose_steps_are_no_optimizers_of_torch_is_told_at_its_end() -> None:
+    model = small_model()
+    with attached(model) as probe:
+        for _ in range(18):
+            backwards(model, probe)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=1e-3)  # type: ignore[arg-type]
+            model.zero_grad()
+    assert "call probe.step() before each step" in probe.alerts["no_step"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # an import of torch's compiles a function
@@ -320,24 +322,3 @@ def test_the_last_backward_may_run_inside_the_step(is_given: bool) -> None:
             optimizer.step(closure)
             model.zero_grad()
         assert (probe.reading().windows, probe.reading().dropped, probe.alerts) == (8, {}, {})
-
-
-def test_a_step_that_began_before_attach_ends_its_window_once_its_closure_has_run() -> None:
-    model = small_model()
-    optimizer = sgd(model)
-    probes: list[sonde.NoiseScaleProbe] = []
-
-    def closure() -> float:
-        is_first = not probes
-        if is_first:
-            probes.append(attached(model, optimizer))
-        optimizer.zero_grad()
-        backwards(model, probes[0])
-        if is_first:
-            probes[0].step_has_begun(optimizer)
-        return 0.0
-
-    for _ in range(3):
-        optimizer.step(closure)
-    assert (probes[0].n_windows, probes[0].reading().windows) == (3, 3)
-    probes[0].close()

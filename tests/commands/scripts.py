@@ -136,8 +136,8 @@ def closure():
     x, y = batch(16)
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
-    # (a window ends here)
     return loss
+optimizer.step(closure)  # the model is called in closures alone, so it is not known before the first of them
 # (attach here)
 for step in range(12):
     print(optimizer.step(closure).item())

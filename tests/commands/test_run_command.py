@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from sonde.cli import main
 from sonde.commands.run import RunOptions, arguments_of, environment_of, split_command
@@ -97,9 +96,8 @@ def test_settings_reach_the_script_by_its_environment() -> None:
     assert Path(default.folder).name.startswith("train-2")
 
 
-@pytest.mark.parametrize(("text", "units"), [("8", 8.0), ("labels:1", 4), ("builtins:dict", {"labels": 3})])
+@pytest.mark.parametrize(("text", "units"), [("8", 8.0), ("builtins:dict", {"labels": 3})])
 def test_a_trainers_batch_is_counted_as_a_call_of_the_model_is(text: str, units: object) -> None:
     count = units_in_batch(text)
-    batch = {"labels": 3 if text.startswith("builtins") else torch.zeros(2, 4)}
     assert count is not None
-    assert count(batch) == units  # a function gets the batch by name, as the model does
+    assert count({"labels": 3}) == units  # a function gets the batch by name, as the model does

@@ -69,8 +69,16 @@ def test_a_script_whose_children_train_says_nothing_of_itself(tmp_path: Path) ->
     assert measured.err.count("sonde: B_simple") == 1
 
 
+BY_ROWS = """
+from sonde.batch_size.forward_units import CountsOfForward
+
+def by_rows(x):
+    return CountsOfForward(len(x), weight=None)
+"""
+
+
 def test_micro_batches_weigh_by_their_rows_where_the_loss_adds_rows_up(tmp_path: Path) -> None:
-    weighed = with_run(rare_scripts.RAGGED_SUMS, tmp_path / "weighed", weights_from="units")
+    weighed = with_run(BY_ROWS + rare_scripts.RAGGED_SUMS, tmp_path / "weighed", units_from="__main__:by_rows")
     script = rare_scripts.RAGGED_SUMS.replace(
         "        (nn", "        with probe.piece(units=rows, weight=rows):\n            (nn"
     )
@@ -80,7 +88,8 @@ def test_micro_batches_weigh_by_their_rows_where_the_loss_adds_rows_up(tmp_path:
 def test_rows_that_are_not_clear_are_asked_about(tmp_path: Path) -> None:
     measured = with_run(rare_scripts.POINTS_OF_ALL_ROWS, tmp_path)
     assert "which dim is the batch is not clear: the batch has points float32 [64, 2]; functions" in measured.err
-    assert "Pass --units-from: a number, NAME:DIM" in measured.err
+    assert "Pass --units-from: a number or package.module:function" in measured.err
     assert "no step of Field could be measured" in measured.err
-    told = with_run(rare_scripts.POINTS_OF_ALL_ROWS, tmp_path / "told", units_from="functions:0")
+    rows = "\ndef rows(points, functions):\n    return len(functions)\n"
+    told = with_run(rows + rare_scripts.POINTS_OF_ALL_ROWS, tmp_path / "told", units_from="__main__:rows")
     assert "16 rows in all" in told.err

@@ -56,16 +56,27 @@ TOKENS_BY_HAND = hard_scripts.TOKENS.replace(
     "        with probe.piece(weight=tokens.sum(), unit_weights=tokens.clamp(min=1e-6)):\n"
     "            (model(ids, labels=labels) / n_tokens).backward()",
 )
+ROWS = """
+def rows(input_ids, labels):
+    return len(labels)
+"""
+BY_TOKENS = """
+from sonde.batch_size.forward_units import CountsOfForward
+
+def by_tokens(input_ids, labels):
+    tokens = labels[:, 1:].ne(-100).sum(1)
+    return CountsOfForward(len(labels), tokens.sum(), tokens.clamp(min=1e-6))
+"""
 TOLD = {
     "a number of units, of a model that is called in parts": (
         hard_scripts.PARTS,
         {"units_from": "8"},
         (hard_scripts.PARTS, {"units_per_piece": "8"}),
     ),
-    "a dim of an argument": (hard_scripts.TOKENS, {"units_from": "labels:0"}, (hard_scripts.TOKENS, {})),
-    "labels that weigh micro-batches and rows": (
-        hard_scripts.TOKENS,
-        {"weights_from": "labels"},
+    "a function for rows": (ROWS + hard_scripts.TOKENS, {"units_from": "__main__:rows"}, (hard_scripts.TOKENS, {})),
+    "a function of tokens that weigh micro-batches and rows": (
+        BY_TOKENS + hard_scripts.TOKENS,
+        {"units_from": "__main__:by_tokens"},
         (TOKENS_BY_HAND, {}),
     ),
 }

@@ -23,7 +23,7 @@ STYLES = {
             "step": "probe.step() if all(p.grad.isfinite().all() for p in model.parameters()) else probe.discard()",
         },
     ),
-    "closure": (scripts.CLOSURE, 1, {"step": "probe.step()"}),
+    "closure": (scripts.CLOSURE, 1, {}),
     "ddp": (scripts.DDP, 2, {}),
     "fsdp2": (scripts.FSDP2, 2, {}),
     "reduced by hand": (scripts.BY_HAND, 2, {"process_group": "dist.group.WORLD"}),

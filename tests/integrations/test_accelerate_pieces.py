@@ -37,10 +37,10 @@ def test_units_that_cannot_be_counted_do_not_stop_training(caplog: pytest.LogCap
     attached = Attached(a, units=units, on_error="warn")
     with caplog.at_level(logging.ERROR):
         model = loop(a, attached)
-    assert "a micro-batch is not measured, so its window is left out: KeyError: 'length'" in caplog.text
+    assert "units_per_piece= could not count a piece: KeyError: 'length'" in caplog.text
     reading = attached.probe.reading()
     # Nothing else is said of these windows, so the others stay trusted.
-    assert [why for why in reading.dropped if "the units of a piece are not clear" not in why] == []
+    assert [why for why in reading.dropped if "could not count a piece" not in why] == []
     assert (reading.windows, sum(reading.dropped.values())) == (7, 2)
     assert reading.trace_cov is not None
     assert torch.equal(weights(model), weights(loop(accelerator())))

@@ -67,7 +67,7 @@ def _trained(port: int, kind: str, is_wrong: bool) -> tuple[list[str], float]:
     factors: list[float] = []
     with as_launched(port, TORCHELASTIC_RUN_ID="none", GROUP_RANK="0"):
         probe = (_of_lightning if kind == "Lightning" else _of_hugging_face)(kind, is_wrong, factors)
-        return [*probe.guarded.said_at_end], usual(factors)
+        return [*probe.said_at_end], usual(factors)
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["shard", "right"])

@@ -149,7 +149,7 @@ def _own_norm(is_wrong: bool) -> tuple[list[str], float]:
         trainer.train()
     finally:
         dist_utils.clip_grad_norm_ = clip
-    return [*probe.guarded.said_at_end], usual(factors)
+    return [*probe.said_at_end], usual(factors)
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["shard", "right"])

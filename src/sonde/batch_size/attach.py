@@ -49,7 +49,6 @@ def attach(
     expert_mesh: DeviceMesh | None = None,
     cp_mesh: DeviceMesh | None = None,
     log: LogOrPlaces = None,
-    horizon: float | None = None,
     trainer: str = PLAIN_LOOP,
     verbose: bool = True,
 ) -> NoiseScaleProbe:
@@ -88,7 +87,6 @@ def attach(
             same numbers, those of the whole sequences. In measured windows, their gradients are summed piece by piece.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
             folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
-        horizon: not used: the noise scale now has no horizon. Loops that were written for averages over one pass it.
         trainer: that runs the loop, such as "Megatron": `sonde advise` says how a batch size is set there. Integrations
             say it by themselves.
         verbose: print the setup that was found, on rank 0.
@@ -123,7 +121,7 @@ def attach(
         model,
         optimizer,
         options,
-        **vars(ranks),
+        ranks=ranks,
         grad_scaler=grad_scaler,
         log=log,
         trainer=trainer,
@@ -159,7 +157,7 @@ class GnsProbeConfig(NoiseScaleOptions):
             partners.optimizer,
             self,
             grad_scaler=partners.grad_scaler,
-            process_group=partners.process_group,
+            ranks=RanksOfModel(partners.process_group),
             log=log,
         )
         speak_at_exit(probe)

@@ -47,8 +47,6 @@ _PASS_A_NUMBER = (
 )
 _MOST_OUTPUTS = 8
 """Tensors of what a model returns, from the first on, by which a backward shows that it comes from this forward."""
-_MANY = 32
-"""Forwards in a row whose backward has come, and gave no piece, after which this is certainly no accident."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,8 +268,6 @@ class ForwardUnits:
                 tensor.grad_fn.register_prehook(forward.reach)
         self._seen.append(forward)
         self._called_with = {}
-        if len(self._seen) == _MANY and self._steps is not None and all(f.is_reached for f in self._seen[:-1]):
-            self._steps.backwards_without_pieces()
 
     def _with_rows(self, given: Any, output: object) -> Any:
         """What was given, with the number of rows where it leaves that open; None without a tensor that has rows."""

@@ -44,13 +44,16 @@ _MOST_LOGGED = 256
 
 @dataclass(frozen=True)
 class RanksOfModel:
-    """The ranks of a model, as far as the user has to say; see `NoiseScaleProbe`."""
+    """The ranks of a model, as far as the user has to say; see `sonde.attach`."""
 
     process_group: dist.ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     pp_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
     cp_mesh: DeviceMesh | None = None
+
+
+ONE_PROCESS = RanksOfModel()
 
 
 @dataclass(frozen=True)

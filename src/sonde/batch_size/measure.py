@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.batch_dim import units_in_batch
+from sonde.batch_size.found_model import RanksOfModel
 from sonde.batch_size.measured_model import MeasuredModel
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import BATCH_NORM, Groups, NoiseScaleOptions, is_number, n_batch_norms
@@ -206,10 +207,16 @@ def measure(
             raise ValueError(
                 f"ranks must measure alike, got {of_ranks}: pass the same arguments on every rank, but for the data"
             )
-        fixed, says = FixedWeights(batch), verbose and log.is_first_rank
+        fixed, says, ranks = FixedWeights(batch), verbose and log.is_first_rank, RanksOfModel(target.group)
         counts_of = partial(_counts_of, units=units, weight=weight)
         with NoiseScaleProbe(
-            target.module, None, options(), process_group=target.group, log=log, verbose=False, fixed_weights=fixed
+            target.module,
+            None,
+            options(),
+            ranks=ranks,
+            log=log,
+            verbose=False,
+            fixed_weights=fixed,
         ) as probe:
             for line in _beginning(model, target.parameters, n_ranks=target.n_ranks, unit=unit) if says else ():
                 tell(line)

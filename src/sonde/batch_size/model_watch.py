@@ -96,16 +96,10 @@ class FrozenWatch:
             self._told = now
         if before in (None, self.of_all):
             return None
-        gone, back = [n for n in now if n not in self._told], [n for n in self._told if n not in now]
+        changed = [name for name in self._parameters if (name in now) != (name in self._told)]
         self._told = now
-        is_frozen = bool(gone) or (not back and self.of_all[0] >= before[0])
-        changes = []
-        if is_frozen:
-            changes.append(f"measured parameters are no longer trained ({some_of(gone, 2) or 'of other ranks'})")
-        if back or not is_frozen:
-            changes.append(f"measured parameters are trained again ({some_of(back, 2) or 'of other ranks'})")
-        message = f"{', and '.join(changes)}: the noise scale begins anew {'without' if is_frozen else 'with'} them"
-        return "frozen" if is_frozen else "unfrozen", message
+        who = some_of(changed, 2) or "of other ranks"
+        return "trained", f"requires_grad of measured parameters has changed ({who}): the noise scale begins anew"
 
     def restore(self, of_all: Sequence[float] | None) -> None:
         """Go on from the `of_all` of a saved state."""

@@ -34,8 +34,6 @@ logger = logging.getLogger("sonde")
 
 _MANY = 2**53
 """Whole numbers of units below it are floats without rounding."""
-_MANY_PIECES = 16
-"""Pieces of a window after which parameters that change show that no optimizer of torch steps them."""
 
 
 class DeclaredPiece:
@@ -181,18 +179,13 @@ class LoopPieces:
             if self._gives_counts == by_forward:  # otherwise than the piece before
                 self._forwards.open(counts=by_forward)
             self._is_scheduled, self._gives_counts = n is not None, not by_forward
-            self._count()
+            self._n += 1
             self._reader.begin_piece(n)
         else:
             self.steps.n_runs += not self._pace.is_measured
         self.spent[MEASURING if is_read else ALWAYS] += time.perf_counter() - start
         self.is_open = True
         return is_read
-
-    def _count(self) -> None:
-        if self._n and self._n % _MANY_PIECES == 0:
-            self.steps.many_pieces()
-        self._n += 1
 
     def end(self, *, failed: bool) -> None:
         """End a declared piece that is read, or several.
@@ -215,7 +208,7 @@ class LoopPieces:
     def backward_ended(self) -> None:
         """End the piece that was a backward outside `piece()`."""
         self.steps.n_runs += 1
-        self._count()
+        self._n += 1
         if self._reader.n_pieces and (why_not := self.why_not_another()):
             self._question, self.is_doubted = why_not, True
         counts = self._counts_outside()

@@ -13,15 +13,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
+from typing import Any, ClassVar, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.batch_size.arrivals import Arrivals, Delivery, MetricTrackers
 from sonde.batch_size.forward_units import ForwardUnits, is_of_forward
-from sonde.batch_size.found_model import RanksOfModel, find_model, raised_on_all_ranks
+from sonde.batch_size.found_model import ONE_PROCESS, RanksOfModel, find_model, raised_on_all_ranks
 from sonde.batch_size.log import NoiseScaleLog, Scalars
 from sonde.batch_size.mechanism import Mechanism
 from sonde.batch_size.model_watch import FrozenWatch, ModelWatch, rounding_tolerance
@@ -49,17 +48,15 @@ from sonde.log.sinks import BRANCH_LOSS
 from sonde.parallel.placements import is_partial, local_tensor
 from sonde.parallel.process_groups import holds_on_all, n_summed
 from sonde.parallel.unwrap import Optimizers, kind_of
-from sonde.record_values import known
 from sonde.records import LogOrPlaces, RunLog, log_of
 from sonde.stats.columns import Columns
 from sonde.stats.intervals import LEVEL
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 PLAIN_LOOP = "plain loop"
 """The trainer, where a script has its own loop."""
+_MANY_RUNS = 16
+"""Forwards and backwards without any step, after which this is certainly no accident."""
 
 
 class NoiseScaleProbe:
@@ -82,12 +79,7 @@ class NoiseScaleProbe:
             that step them.
         options: how to measure.
         grad_scaler: the `torch.amp.GradScaler` in use; a piece is divided by the scale that it was taken at.
-        process_group: the ranks over which you reduce the gradients of a plain module yourself.
-        mesh: all ranks that hold any of a sharded model, where no parameter is on all of them.
-        pp_mesh: the pipeline stages, an axis of `mesh`.
-        expert_mesh: the axis of `mesh` over which experts are spread, each rank with data of its own, where FSDP2 does
-            not cut the other parameters.
-        cp_mesh: the axis of `mesh` whose ranks hold parts of the same sequences.
+        ranks: of the model, as far as it does not show them; see `attach`.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own.
         trainer: that runs the loop, for `sonde advise`.
         verbose: print the setup that was found, on rank 0.
@@ -110,18 +102,13 @@ class NoiseScaleProbe:
         options: NoiseScaleOptions,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        pp_mesh: DeviceMesh | None = None,
-        expert_mesh: DeviceMesh | None = None,
-        cp_mesh: DeviceMesh | None = None,
+        ranks: RanksOfModel = ONE_PROCESS,
         log: LogOrPlaces = None,
         trainer: str = PLAIN_LOOP,
         verbose: bool = True,
         fixed_weights: FixedWeights | None = None,
     ) -> None:
         log = log_of(log)
-        ranks = RanksOfModel(process_group, mesh, pp_mesh, expert_mesh, cp_mesh)
         with raised_on_all_ranks(model, ranks):
             check_partners(options, optimizer=optimizer, grad_scaler=grad_scaler)
         self._found = found = find_model(model, optimizer, options, ranks)
@@ -363,10 +350,6 @@ class NoiseScaleProbe:
                 self._alert("not_ended", f"a window could not be ended at optimizer.step(): {error}")
                 self.discard()
 
-    def step_has_begun(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the window of a step that began before attach, once its closure has run: no hook has seen its begin."""
-        self._steps.step_has_begun(optimizer)
-
     def judge_further_backwards(self, why_not: Callable[[], str]) -> None:
         """Have it said at a second backward of a window, outside `piece()`, whether it is a micro-batch.
 
@@ -505,23 +488,9 @@ class NoiseScaleProbe:
             self._delivery.receive_all()
             return self._metrics.of(metric).last
 
-    @overload
-    def metrics(self, *, known_only: Literal[True]) -> Mapping[str, float]: ...
-
-    @overload
-    def metrics(self, *, known_only: bool = False) -> Mapping[str, float | None]: ...
-
-    def metrics(self, *, known_only: bool = False) -> Mapping[str, float | None] | Mapping[str, float]:
-        """The first metric's reading by name. Waits for the device.
-
-        Args:
-            known_only: leave out what is not known or not bounded, as trackers of experiments want it, which is None
-                otherwise.
-        """
-        with self._alone:
-            self._delivery.receive_all()
-            metrics = self._tracker.reading(with_groups=False).metrics()
-        return known(metrics) if known_only else metrics
+    def metrics(self) -> Mapping[str, float | None]:
+        """The first metric's reading by name; None for what is not known or not bounded. Waits for the device."""
+        return self.reading(with_groups=False).metrics()
 
     @property
     def n_pieces(self) -> int:
@@ -638,6 +607,12 @@ class NoiseScaleProbe:
                 self._end(reason, patience=patience)
 
     def _end(self, reason: str, *, patience: float) -> None:
+        if self.n_windows == 0 and self._steps.n_runs >= _MANY_RUNS:
+            self._alert(
+                "no_step",
+                "no optimizer of torch has stepped what is measured, so no window has ended: attach after fully_shard "
+                "and all else that replaces parameters, or call probe.step() before each step",
+            )
         if abandon_unfinished := patience < math.inf:
             self._delivery.wait_for_ranks(patience)
         try:

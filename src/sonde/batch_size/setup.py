@@ -101,61 +101,51 @@ class NoiseScaleOptions:
     log_groups: bool | None = None
 
     def __post_init__(self) -> None:
+        def must_be(what: str, is_so: bool, name: str, remedy: str = "") -> None:
+            if not is_so:
+                raise ValueError(f"{name} must be {what}, got {getattr(self, name)!r:.80}{remedy}")
+
         names = self.units
-        if isinstance(self.units_per_piece, str) and self.units_per_piece != FIRST_DIM:
-            raise ValueError(
-                f"units_per_piece must be a number, {FIRST_DIM!r} or a function, got {self.units_per_piece!r}: "
-                f"{FIRST_DIM!r} counts the rows of what the model is called with"
-            )
+        rows = f": {FIRST_DIM!r} counts the rows of what the model is called with"
+        is_no_text = not isinstance(self.units_per_piece, str) or self.units_per_piece == FIRST_DIM
+        must_be(f"a number, {FIRST_DIM!r} or a function", is_no_text, "units_per_piece", rows)
         if self.units_per_piece is not None and not is_of_forward(self.units_per_piece):
             first, further = counted_in(names, self.units_per_piece)
-            for units in (first, *further):
-                if not (is_number(units) and 0 < units < math.inf):
-                    raise ValueError(
-                        f"units_per_piece must be positive and finite, got {units!r}: count a micro-batch's units"
-                    )
-        if self.log_groups is not None and not isinstance(self.log_groups, bool):
-            raise ValueError(f"log_groups must be True, False or None, got {self.log_groups!r}")
-        if self.staging_mib is not None and not (is_number(self.staging_mib) and 0 <= self.staging_mib < math.inf):
-            raise ValueError(f"staging_mib must be ≥ 0 and finite, got {self.staging_mib!r}")
-        if self.per_example not in ("auto", "always", "never"):
-            raise ValueError(f"per_example must be 'auto', 'always' or 'never', got {self.per_example!r}")
-        if self.rules is not None and not (
-            isinstance(self.rules, Mapping)
-            and all(isinstance(k, type) and issubclass(k, nn.Module) and callable(r) for k, r in self.rules.items())
-        ):
-            raise ValueError(
-                f"rules must be a function for each type of layer, got {self.rules!r:.80}: pass {{MyLayer: my_rule}}, "
-                "see sonde.PerExampleNorms"
-            )
-        if self.budget is not None and not (is_number(self.budget) and 0 < self.budget < 1):
-            raise ValueError(
-                f"budget must be a part of the run's time between 0 and 1, got {self.budget!r}: use 0.01 for 1 %, or "
-                "None to measure every window"
-            )
-        if not (is_number(self.allowance) and 0 <= self.allowance < math.inf):
-            raise ValueError(
-                f"allowance must be seconds that measuring may take in any case, ≥ 0 and finite, got {self.allowance!r}"
-            )
+            are_positive = all(_is_finite(number) and number > 0 for number in (first, *further))
+            must_be("positive and finite", are_positive, "units_per_piece", ": count a micro-batch's units")
+        must_be("True, False or None", self.log_groups in (None, True, False), "log_groups")
+        must_be("≥ 0 and finite", self.staging_mib is None or _is_finite(self.staging_mib), "staging_mib")
+        must_be("'auto', 'always' or 'never'", self.per_example in ("auto", "always", "never"), "per_example")
+        rules = self.rules if isinstance(self.rules, Mapping) else {None: self.rules}
+        must_be(
+            "a function for each type of layer",
+            self.rules is None or all(_is_rule(*each) for each in rules.items()),
+            "rules",
+            ": pass {MyLayer: my_rule}, see sonde.PerExampleNorms",
+        )
+        must_be(
+            "a part of the run's time between 0 and 1",
+            self.budget is None or (is_number(self.budget) and 0 < self.budget < 1),
+            "budget",
+            ": use 0.01 for 1 %, or None to measure every window",
+        )
+        in_any_case = "seconds that measuring may take in any case, ≥ 0 and finite"
+        must_be(in_any_case, _is_finite(self.allowance), "allowance")
         if self.every is not None:
-            every = whole_number(
-                "every must be a whole number of windows", self.every, ": use 1 to measure every window"
-            )
-            object.__setattr__(self, "every", every)
+            what, remedy = "every must be a whole number of windows", ": use 1 to measure every window"
+            object.__setattr__(self, "every", whole_number(what, self.every, remedy))
         if TRIAL in os.environ:  # steps are timed, and a measured one takes longer
             object.__setattr__(self, "every", _NEVER)
         known, metrics = get_args(MetricName), self.metrics
-        if not metrics or any(name not in known for name in metrics):
-            raise ValueError(
-                f"metric must be one or several of {', '.join(map(repr, known))}, got {self.metric!r}: use 'euclidean'"
-            )
-        if len(set(metrics)) < len(metrics):
-            raise ValueError(f"metric names each metric once, got {self.metric!r}: leave out the second")
-        if not (self.groups in ("blocks", "kinds", "parameters") or self.groups is None or callable(self.groups)):
-            raise ValueError(
-                "groups must be 'blocks', 'kinds', 'parameters', None or a function from a parameter's name, got "
-                f"{self.groups!r}: use 'blocks' for one group per top-level block"
-            )
+        are_known = bool(metrics) and all(name in known for name in metrics)
+        must_be(f"one or several of {', '.join(map(repr, known))}", are_known, "metric", ": use 'euclidean'")
+        must_be("named once each", len(set(metrics)) == len(metrics), "metric", ": leave out the second")
+        must_be(
+            "'blocks', 'kinds', 'parameters', None or a function from a parameter's name",
+            self.groups in ("blocks", "kinds", "parameters", None) or callable(self.groups),
+            "groups",
+            ": use 'blocks' for one group per top-level block",
+        )
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -208,6 +198,15 @@ def is_number(value: object) -> TypeIs[float]:
     except OverflowError:  # a whole number of more than 308 digits
         return False
     return True
+
+
+def _is_finite(value: object) -> TypeIs[float]:
+    """Whether it is a number that is not negative, and finite."""
+    return is_number(value) and 0 <= value < math.inf
+
+
+def _is_rule(layer: object, rule: object) -> bool:
+    return isinstance(layer, type) and issubclass(layer, nn.Module) and callable(rule)
 
 
 def n_batch_norms(model: nn.Module, kinds: tuple[type[nn.Module], ...] = _BATCH_NORMS) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 import weakref
@@ -24,7 +23,7 @@ from sonde.parallel.unwrap import Optimizers, given_optimizers
 from sonde.parallel.wrappers import Wrapper
 from sonde.wording import plural, some_of
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")
 Alert = Callable[[str, str], None]
 """Takes the name of an alert and its message."""
@@ -33,9 +32,6 @@ _RECENT = 3
 """Windows for which an optimizer that has stepped is one of the model's now."""
 _SETTLED_AFTER = 20
 """Windows after which measured parameters that never change are reported."""
-_OFTEN_AFTER = 5
-"""Steps in a row that ended several windows each, after which the windows are certainly ended too often. A GradScaler
-that finds its scale may leave out a few steps."""
 
 
 class StepWatch:
@@ -55,10 +51,9 @@ class StepWatch:
         own: the probe's time.
         has_peers: whether other ranks sum with this one. Then each step ends a window, since they may have pieces.
         end_window: ends the present window.
-        alert: called with "called_often" when windows are ended with each micro-batch; with "stepped_in_backward" when
-            an optimizer steps there; with "steps_unseen" when parameters change, and no step ends a window; with
-            "optimizer_replaced" when another optimizer than those given steps the parameters; with "not_stepped" when
-            measured parameters are in no optimizer that steps; with "not_reached" when they get no gradient.
+        alert: called with "stepped_in_backward" when an optimizer steps there; with "optimizer_replaced" when another
+            optimizer than those given steps the parameters; with "not_stepped" when measured parameters are in no
+            optimizer that steps.
     """
 
     def __init__(
@@ -88,11 +83,11 @@ class StepWatch:
         self._versions = [p._version for p in self._parameters.values()]
         self.rate_factor: Callable[[], float] = lambda: 1.0
         """Steps are taken at so many times the learning rate that the optimizers show."""
-        self._n_writes: int | None = None
-        """Writes to the parameters when the present window had many pieces; None before."""
-        self._n_ended = self._n_by_loop = self._n_often = 0
-        """Windows ended so far; those that the loop has ended since the last step; steps in a row with several."""
-        self._is_ending = self._is_ended_by_step = self._has_many_without_pieces = False
+        self._n_ended = 0
+        """Windows ended so far."""
+        self._is_ended_by_loop = False
+        """Whether the loop has ended a window since the last step."""
+        self._is_ending = self._is_ended_by_step = False
         self._problems: set[Problem] = set()
         """What steps have shown since the last measured window ended."""
         self._last_step = -1
@@ -150,11 +145,11 @@ class StepWatch:
 
     def window_ended(self) -> None:
         """Note that a window is being ended, measured or not."""
-        self.n_runs, self._n_writes = 0, None
+        self.n_runs = 0
         self._n_ended += 1
         if not self._is_ending:
             self._is_ended_by_step = False
-            self._n_by_loop += 1
+            self._is_ended_by_loop = True
         if self._n_ended == _SETTLED_AFTER:
             self._alert_not_stepped()
 
@@ -166,37 +161,6 @@ class StepWatch:
         if self._is_ending and not self._has_run():
             problems.add(Problem.STEP_ALONE)
         return problems
-
-    def step_has_begun(self, optimizer: Any) -> None:
-        """End the window of a step that began before attach, and whose closure has run now."""
-        self._while_alive(StepWatch._before_step)(optimizer)
-
-    def many_pieces(self) -> None:
-        """Notice a loop whose steps cannot be seen, and end no window; called every 16 pieces of a window."""
-        before, self._n_writes = self._n_writes, self._written()
-        if before not in (None, self._n_writes) and Problem.STEPPED_IN_BACKWARD not in self._problems:
-            self._alert(
-                "steps_unseen",
-                "the parameters change, but no optimizer of torch steps them, so no window ends: call probe.step() "
-                "before each step",
-            )
-
-    def backwards_without_pieces(self) -> None:
-        """Have the next step of an optimizer of other parameters say that gradients have never come to these."""
-        self._has_many_without_pieces = True
-
-    def _notice_not_reached(self) -> None:
-        """Not before another optimizer steps: backwards to inputs alone are usual, as in PGD or Langevin sampling."""
-        if self._n_ended == 0 and all(p.grad is None for p in self._parameters.values()):
-            self._alert(
-                "not_reached",
-                "backwards run through the model, but reach none of the parameters that it had at attach: attach after "
-                "fully_shard and all else that replaces parameters",
-            )
-
-    def _written(self) -> int:
-        """How often the parameters were written to. Not counted: writes through `.data`, and by foreign kernels."""
-        return sum(p._version for p in self._parameters.values())
 
     def _alert_not_stepped(self) -> None:
         """Report measured parameters that no optimizer holds, while others are stepped."""
@@ -216,18 +180,19 @@ class StepWatch:
             handle.remove()
         self._handles = []
 
-    def _before_any_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _before_any_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         """End the window of a step, or have its closure end it; called for all optimizers of torch."""
-        if (kwargs or len(args) > 1) and self._held_by(optimizer):
-            followed = with_closure(args, kwargs, functools.partial(self._ending, optimizer))
-            if followed is not None:
-                return followed
+        if (closure := _closure_in(args, kwargs)) is not None and self._held_by(optimizer):
+            ending = self._ending(optimizer, closure)
+            if "closure" in kwargs:
+                return args, kwargs | {"closure": ending}
+            return (args[0], ending, *args[2:]), kwargs
         if optimizer not in self._given:  # which has a hook of its own
             self._before_step(optimizer)
         return None
 
     def _before_given_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (kwargs or len(args) > 1) or _closure_in(args, kwargs) is None:
+        if _closure_in(args, kwargs) is None:
             self._before_step(optimizer)
 
     def _ending(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,15 +228,12 @@ class StepWatch:
         """End the window whose gradients an optimizer is about to use, unless that was done."""
         start = time.perf_counter()
         if not self._held_by(optimizer):
-            if self._has_many_without_pieces:
-                self._notice_not_reached()
             return
         if in_backward():
             self._note_step_in_backward()
             return
-        is_due = not self._n_by_loop and self._has_window(optimizer)
-        if self._n_by_loop:
-            self._count_windows()
+        is_due = not self._is_ended_by_loop and self._has_window(optimizer)
+        self._is_ended_by_loop = False
         self._spent[ALWAYS] += time.perf_counter() - start
         if is_due:
             self._is_ending = True
@@ -301,17 +263,6 @@ class StepWatch:
             return self._reader.n_pieces > 0 or (not is_measured and self.n_runs > 0)
         return self._has_peers or not is_measured or self._has_run()
 
-    def _count_windows(self) -> None:
-        """Notice that the loop ends a window with each micro-batch: several windows before each step."""
-        n, self._n_by_loop = self._n_by_loop, 0
-        self._n_often = self._n_often + 1 if n > 1 else 0
-        if self._n_often == _OFTEN_AFTER:
-            self._alert(
-                "called_often",
-                f"probe.step() was called {n} times between optimizer steps, {_OFTEN_AFTER} steps in a row: call it "
-                "once, after the last backward and before optimizer.step(), or leave it out",
-            )
-
     def _notice_replaced(self, optimizer: Any) -> None:
         """Notice that other optimizers step the parameters, and the given ones no longer do."""
         last = max((self._last_steps.get(given, 0) for given in self._given), default=0)
@@ -340,18 +291,6 @@ class StepWatch:
 
         outside_graphs: Callable[..., T | None] = torch.compiler.disable(hook)
         return outside_graphs
-
-
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], other: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Arguments | None:
-    """The arguments of an optimizer's step with another closure, made of the one that it got; None without one."""
-    closure = _closure_in(args, kwargs)
-    if closure is None:
-        return None
-    if "closure" in kwargs:
-        return args, kwargs | {"closure": other(closure)}
-    return (args[0], other(closure), *args[2:]), kwargs
 
 
 def _closure_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import arg
 
@@ -42,12 +42,9 @@ class RunOptions:
         nproc: Start this number of processes, as torchrun --nproc-per-node does.
         unit: What a row of a batch is, as a plural: sequences, images. The noise scale is counted in it.
         units_from: What shows how many units a micro-batch has. first-dim: the rows of what the model is called with,
-            unless it is not clear which dim they are. A number: it has always so many. NAME:DIM, as input_ids:0: a dim
-            of an argument of the model's forward. package.module:function: a function of yours, called as the model is.
-        weights_from: What shows the weight of a micro-batch in the loss. labels: the number of labels that are not
-            -100, where the loss is a mean over the tokens of the whole step. units: the units of the micro-batch, where
-            the loss is added up over rows and divided by those of the whole step. equal: all have the same. auto:
-            labels where a model of transformers is told the tokens of the step, otherwise equal.
+            unless it is not clear which dim they are. A number: it has always so many. package.module:function: a
+            function of yours, called as the model is. Micro-batches weigh the same, or by their labels where a model
+            of transformers is told the tokens of the step; a function may say otherwise.
         reduced_by_hand: The script averages or adds up gradients over all processes by itself, without DDP or FSDP2.
         micro_batches: Several backwards in a step are micro-batches of one batch, also where the script trains several
             models. Without it, such a model is not measured: its backwards may be of different losses.
@@ -61,7 +58,6 @@ class RunOptions:
     nproc: Annotated[int | None, arg(metavar="N", help_behavior_hint="(optional)")] = None
     unit: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: rows)")] = None
     units_from: Annotated[str, arg(metavar="SOURCE")] = "first-dim"
-    weights_from: Literal["auto", "labels", "units", "equal"] = "auto"
     reduced_by_hand: bool = False
     micro_batches: bool = False
     budget: Annotated[float, arg(metavar="PART")] = 0.01
@@ -180,36 +176,29 @@ def arguments_of(command: Sequence[str], nproc: int | None) -> list[str]:
     """
     launcher = [] if nproc is None else [*_TORCHRUN, "--nproc-per-node", str(nproc)]
     first = command[0]
-    if first == "-m":
-        if len(command) < 2:
-            raise ValueError("-m needs the name of a module: sonde run -- -m package.module")
-        return [sys.executable, *launcher, *command]
-    if first.endswith(".py"):
-        if not Path(first).is_file():
-            raise ValueError(f"no script at {first}: pass the path of a file that ends in .py, {USAGE}")
+    if first == "-m" and len(command) < 2:
+        raise ValueError("-m needs the name of a module: sonde run -- -m package.module")
+    if first.endswith(".py") and not Path(first).is_file():
+        raise ValueError(f"no script at {first}: pass the path of a file that ends in .py, {USAGE}")
+    if first == "-m" or first.endswith(".py"):
         return [sys.executable, *launcher, *command]
     # Also beside this Python, for a sonde that is called by its full path.
     beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if (program := shutil.which(first, path=beside)) is None:
-        if Path(first).is_file():
-            raise ValueError(f"{first!r} does not end in .py, and cannot be executed: sonde run -- python {first} …")
-        usage = "sonde run -- python -c …" if first == "-c" else USAGE
+        usage = f"sonde run -- python {first} …" if first == "-c" or Path(first).is_file() else USAGE
         raise ValueError(f"{first!r} is no script that ends in .py, and no command that is installed: {usage}")
     if nproc is not None:
         raise ValueError(f"--nproc starts processes of a script, and {first!r} is a command: tell it how many to start")
     return [program, *command[1:]]
 
 
-def environment_of(
-    options: RunOptions, command: Sequence[str], environment: Mapping[str, str], *, for_doctor: bool = False
-) -> dict[str, str]:
+def environment_of(options: RunOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of the script: as it is, with sonde's settings, and a folder in front of Python's path.
 
     Args:
         options: of the user.
         command: for the log.
         environment: of this process.
-        for_doctor: see `Settings`.
     """
     from sonde.commands.run_script.settings import VARIABLE, Settings
 
@@ -217,7 +206,7 @@ def environment_of(
     start = f"{datetime.datetime.now()}, process {os.getpid()}"
     handed_on = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in ("nproc", "out")}
     pid = os.getpid() if options.nproc is None else 0  # the command becomes the script, or torchrun
-    settings = Settings(tuple(command), str(folder.absolute()), start, pid, **handed_on, for_doctor=for_doctor)
+    settings = Settings(tuple(command), str(folder.absolute()), start, pid, **handed_on)
     before = environment.get("PYTHONPATH")
     path = str(ON_START) if not before else f"{ON_START}{os.pathsep}{before}"
     return dict(environment) | {VARIABLE: settings.in_environment(), "PYTHONPATH": path}

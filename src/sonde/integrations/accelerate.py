@@ -9,13 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sonde.batch_size.batch_dim import UnclearUnitsError
 from sonde.batch_size.forward_units import FIRST_DIM, CountsOfForward
 from sonde.batch_size.hooks import why_no_hook
 from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.integrations.guarded import (
-    NOT_MEASURED,
-    Attached,
     GuardedProbe,
     OnError,
     WrappedMethods,
@@ -100,25 +97,19 @@ def attach(
     warn_if_untested("accelerate", accelerate.__version__, TESTED["accelerate"])
     how = None if units or weight else options.pop("units_per_piece", FIRST_DIM)
     options |= {"unit": unit, "trainer": "Accelerate"}
-    guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
-    return AccelerateProbe(accelerator, model, optimizer, guarded, how, clips)
+    guarded = {"units": units, "weight": weight, "log": log, "on_error": on_error, "verbose": verbose}
+    return AccelerateProbe(accelerator, model, optimizer, how, clips, options=options, **guarded)
 
 
-class _NotCountedError(UnclearUnitsError):
-    """Raised in a forward. The probe leaves out the window on all ranks."""
-
-    remedy = "The logger 'sonde' has shown the error"
-
-
-class AccelerateProbe(Attached):
+class AccelerateProbe(GuardedProbe):
     """The probe of a loop with Accelerate, as `attach` returns it; `accelerator.end_training()` closes it too."""
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: Any, guarded: GuardedProbe, how: Any, clips: bool
+        self, accelerator: Accelerator, model: nn.Module, optimizer: Any, how: Any, clips: bool, **guarded: Any
     ) -> None:
-        super().__init__(guarded)
-        self._accelerator, self._model, self._has_news = accelerator, model, False
-        guarded.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=how or self._counts)
+        super().__init__(**guarded)
+        self._accelerator, self._model, self._n_logged = accelerator, model, 0
+        self.begin(model, optimizer, grad_scaler=accelerator.scaler, units_per_piece=how or self._counts)
         self._clips = clips
         wrappers: dict[str, Any] = {"clip_grad_norm_": self._clip_grad_norm_, "backward": self._backward}
         wrappers |= {"log": self._log, "end_training": self._end_training}
@@ -129,47 +120,40 @@ class AccelerateProbe(Attached):
 
     def _counts(self, *args: Any, **kwargs: Any) -> CountsOfForward:
         """The counts of a micro-batch, by what the model is called with."""
-        with self.guarded.forgiven(NOT_MEASURED):
-            return CountsOfForward(**self.guarded.counts(lambda *a, **k: FIRST_DIM, *args, **kwargs))
-        raise _NotCountedError("units= or weight= could not count a micro-batch")
+        return CountsOfForward(**self.counts(lambda *a, **k: FIRST_DIM, *args, **kwargs))
 
     # Wrappers of the accelerator's methods, and of its optimizer's.
 
     def _backward(self, original: Callable[..., Any], loss: Tensor, **kwargs: Any) -> Any:
-        self.guarded.log(loss=loss.detach())
+        self.log_also(loss=loss.detach())
         return original(loss, **kwargs)
 
     def _clip_grad_norm_(
         self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Any:
         if not self._clips:
-            return self.guarded.watched(original, parameters, max_norm, norm_type)
+            return self.watched(original, parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         is_whole = {id(p) for p in parameters} == {id(p) for p in self._model.parameters()}
         self._accelerator.unscale_gradients()
-        clip = self.guarded.clip if is_whole and self._accelerator.sync_gradients else clip_grad_norm_
+        clip = self.clip if is_whole and self._accelerator.sync_gradients else clip_grad_norm_
         return clip(parameters, max_norm, norm_type)
 
     def _step(self, original: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-        if not self._accelerator.sync_gradients:
-            return original(closure)
-        self._has_news = True
-        if closure is None:
-            self.guarded.step()
-            return original()
-        loss = original(closure)  # whose backward comes now: the probe has ended the window after it
-        self.guarded.step()
+        loss = original(closure)  # ends the window, unless a GradScaler leaves it out
+        if self._accelerator.sync_gradients:
+            self.step()
         return loss
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """A loop may zero gradients without a step, as where the loss has a spike."""
         if self._accelerator.sync_gradients:  # otherwise Accelerate leaves the gradients as they are
-            self.guarded.zeroed()
+            self.zeroed()
         original(*args, **kwargs)
 
     def _log(self, original: Callable[..., Any], values: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self._has_news:
-            self._has_news, values = False, {**values, **self.guarded.metrics()}
+        if self.n_windows != self._n_logged:
+            self._n_logged, values = self.n_windows, {**values, **self.metrics()}
         return original(values, *args, **kwargs)
 
     def _end_training(self, original: Callable[..., Any]) -> Any:
@@ -179,9 +163,9 @@ class AccelerateProbe(Attached):
     # Checkpoints.
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
-        state = self.guarded.state_dict()
+        state = self.averages()
         if state is not None and self._accelerator.is_main_process:
-            with self.guarded.forgiven("the checkpoint lacks the averages of the noise scale"):
+            with self.forgiven("the checkpoint lacks the averages of the noise scale"):
                 (Path(folder) / SAVED_AS).write_text(json.dumps(state))
 
     def _load(self, models: Any, folder: str) -> None:
@@ -189,5 +173,5 @@ class AccelerateProbe(Attached):
         if not file.exists():
             logger.warning("sonde: the checkpoint has no %s: the averages of the noise scale begin anew", SAVED_AS)
             return
-        with self.guarded.forgiven("the averages of the checkpoint are not used, and begin anew"):
-            self.guarded.resume(json.loads(file.read_text()))
+        with self.forgiven("the averages of the checkpoint are not used, and begin anew"):
+            self.resume(json.loads(file.read_text()))

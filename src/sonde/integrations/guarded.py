@@ -23,7 +23,9 @@ from sonde.gradient_norm.clip import clip_grad_norm_
 from sonde.integrations.own_norms import FUNCTIONS
 from sonde.parallel.placements import is_partial
 from sonde.parallel.unwrap import Optimizers
+from sonde.record_values import known
 from sonde.records import LogOrPlaces, log_of, logger
+from sonde.version import is_within
 
 OnError = Literal["warn", "raise"]
 """What becomes of an error of the probe, once it is attached."""
@@ -34,7 +36,7 @@ _Context = contextlib.AbstractContextManager[None]
 
 _PARTNERS = ("cp_mesh", "expert_mesh", "mesh", "pp_mesh", "process_group", "trainer")
 """Arguments of `sonde.attach` that are not in `NoiseScaleOptions`."""
-NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
+_NOT_MEASURED = "a micro-batch is not measured, so its window is left out"
 _WINDOW_NOT_MEASURED = "a window is not measured"
 _NAMES = ("b_simple", "b_simple_low", "b_simple_high", "b_simple_average", "grad_sq", "trace_cov", "units_per_window")
 LOGGED = tuple(f"gns/{name}" for name in _NAMES)
@@ -59,9 +61,10 @@ def as_counts(units: Any) -> Counts:
 
 
 class GuardedProbe:
-    """A `NoiseScaleProbe` for as long as a trainer trains.
+    """A trainer's probe: a `NoiseScaleProbe` for as long as the trainer trains.
 
-    An error of the probe is logged, and the training goes on without the probe, or without that window.
+    An error of the probe is logged, and the training goes on without the probe, or without that window. A subclass for
+    each trainer knows when a training begins and ends, and how its batches are counted.
 
     Args:
         options: of `sonde.attach`, by name; `unit` is one of them.
@@ -75,6 +78,7 @@ class GuardedProbe:
         probe: while it measures.
         reads_parts: whether the trainer logs its own rank's part of a norm that is still to be summed over ranks.
         backward: the method that must run each backward of a piece, as the user calls it; None if the trainer calls it.
+        undo: leaves the trainer as it was.
 
     Raises:
         TypeError: for an option that does not exist.
@@ -102,13 +106,15 @@ class GuardedProbe:
         self.units, self.weight = units, weight
         self.reads_parts = False
         self.backward: str | None = None
+        self.undo = contextlib.ExitStack()
         self._options = {"units_per_piece": None, "verbose": verbose, **options}
-        self._log, self._run_log = log, log_of(log)
+        self._places, self._run_log = log, log_of(log)
         self._on_error, self._verbose = checked_on_error(on_error), verbose
         self._last: NoiseScaleReading | None = None
         self.said_at_end: Sequence[str] = ()
         """See `last_words.said_at_end`; of a training that has ended."""
         self._final_state: dict[str, Any] | None = None
+        self._n_windows = 0
         self._is_open = self._has_pieces = self._is_clipped = False
         """Whether a piece goes on; whether the present window has pieces; whether a clip has ended it."""
         self._why_none: str | None = None
@@ -131,7 +137,7 @@ class GuardedProbe:
         with self.forgiven("this training is not measured"):
             if refused:
                 raise ValueError(refused)
-            self._run_log = log_of(self._log)
+            self._run_log = log_of(self._places)
             self.probe = attach(model, optimizer, log=self._run_log, **(self._options | more))
         if state is not None:
             self.resume(state)
@@ -172,28 +178,28 @@ class GuardedProbe:
             raise
         finally:
             self._is_open = False
-            with self.forgiven(NOT_MEASURED):
+            with self.forgiven(_NOT_MEASURED):
                 entered.__exit__(type(error) if error else None, error, None)
 
     def _entered(self, probe: NoiseScaleProbe, count: Callable[[], Counts], n: int | None) -> _Context:
         """The context of a piece, entered."""
-        with self.forgiven(NOT_MEASURED):
+        with self.forgiven(_NOT_MEASURED):
             if probe.measures_now:
                 counts = count()
                 piece = probe.piece(**counts) if n is None else probe.pieces(n, **counts)
                 piece.__enter__()
                 return piece
-        with self.forgiven(NOT_MEASURED):
+        with self.forgiven(_NOT_MEASURED):
             piece = probe.uncounted(n)
             piece.__enter__()
             return piece
         return contextlib.nullcontext()
 
     def step(self) -> None:
-        """End the window before the optimizer steps, unless the clip has ended it.
+        """End the window, before or right after the optimizer's step, unless the step or the clip has ended it.
 
-        The optimizer's own step would end it too. But a GradScaler may leave that out, where gradients are cut over
-        ranks on some ranks alone, and all ranks must end the same windows.
+        A GradScaler may leave out a step, where gradients are cut over ranks on some ranks alone, and all ranks must
+        end the same windows.
         """
         is_clipped, self._is_clipped = self._is_clipped, False
         if not is_clipped:
@@ -221,7 +227,7 @@ class GuardedProbe:
         """A context in which norms that the trainer takes of all gradients, by torch's functions, are noted."""
         if self.probe is None or not self.probe.measures_now:
             return contextlib.nullcontext()
-        wrappers = {name: functools.partial(calls, self._note_norm) for name, calls in FUNCTIONS.items()}
+        wrappers = {name: functools.partial(calls, self.note_norm) for name, calls in FUNCTIONS.items()}
         return WrappedMethods(torch.nn.utils, **wrappers)
 
     def watched(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -229,13 +235,19 @@ class GuardedProbe:
         with self.watch_norms():
             return original(*args, **kwargs)
 
-    def _note_norm(self, tensors: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> None:
-        def note(probe: NoiseScaleProbe) -> None:
-            if probe.takes_all(tensors):
-                probe.note_clip(norm, max_norm)
+    def note_norm(self, tensors: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> bool:
+        """Note the norm of these parameters or gradients, and a clip by it. Returns whether they are all there are.
 
-        if self.reads_parts or not is_partial(norm):  # the trainer may still sum it over ranks
-            self._try("the trainer's own norm is not in the log", note)
+        A norm that is partial may still be summed over ranks by the trainer, unless it `reads_parts`.
+        """
+
+        def note(probe: NoiseScaleProbe) -> bool:
+            is_whole = probe.takes_all(tensors)
+            if is_whole and (self.reads_parts or not is_partial(norm)):
+                probe.note_clip(norm, max_norm)
+            return is_whole
+
+        return bool(self._try("the trainer's own norm is not in the log", note))
 
     def zeroed(self) -> None:
         """Gradients are zeroed. Where no step came first, the pieces before do not count."""
@@ -256,24 +268,32 @@ class GuardedProbe:
         begin_anew = "the averages of the checkpoint are not used, and begin anew"
         self._try(begin_anew, lambda probe: probe.load_state_dict(state))
 
-    def log(self, **scalars: float | Tensor) -> None:
+    def log_also(self, **scalars: float | Tensor) -> None:
         """Give scalars of the present window to the log of the run: see `NoiseScaleProbe.log`."""
         self._try("the log of the run lacks what the trainer logs", lambda probe: probe.log(**scalars))
 
     def metrics(self) -> Mapping[str, float]:
         """Those of `LOGGED` that are known now, for the trainer's own logs. Waits for the device."""
-        known = self._try("the trainer's log lacks the noise scale", lambda probe: probe.metrics(known_only=True)) or {}
-        return {name: known[name] for name in LOGGED if name in known}
+        found = self._try("the trainer's log lacks the noise scale", lambda probe: known(probe.metrics())) or {}
+        return {name: found[name] for name in LOGGED if name in found}
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def averages(self) -> dict[str, Any] | None:
         """The averages so far, for a checkpoint, also after training; None if nothing is measured."""
         if self.probe is None:
             return self._final_state
         return self._try("the checkpoint lacks the averages of the noise scale", lambda probe: probe.state_dict())
 
     def reading(self) -> NoiseScaleReading | None:
-        """The present reading, or the last one of a training that has ended. Waits for the device."""
+        """The present reading, or that of the end of training. Waits for the device.
+
+        None before training, or if nothing is measured.
+        """
         return self._last if self.probe is None else self._read(self.probe)
+
+    @property
+    def n_windows(self) -> int:
+        """Windows that have ended in this training, or in the last one, measured or not."""
+        return self._n_windows if self.probe is None else self.probe.n_windows
 
     def _read(self, probe: NoiseScaleProbe) -> NoiseScaleReading:
         """The probe's reading; where no window could be ended, with the reason."""
@@ -296,6 +316,11 @@ class GuardedProbe:
                 finally:
                     self.keep(probe)
 
+    def close(self, reason: str = "closed") -> None:
+        """End the log, and leave the trainer as it was."""
+        self.end(reason)
+        self.undo.close()
+
     def fail(self, error: BaseException) -> None:
         """End after an error of the training."""
         self.end(f"stopped by {type(error).__name__}", patience=0.0)
@@ -310,6 +335,7 @@ class GuardedProbe:
 
     def keep(self, probe: NoiseScaleProbe) -> None:
         """Keep the last reading and state of a probe that is closed, and print the reading."""
+        self._n_windows = probe.n_windows
         self._last, self._final_state = self._read(probe), probe.state_dict()
         self.said_at_end = said_at_end(probe, self._last)
         if self._verbose and self._run_log.is_first_rank:
@@ -345,33 +371,6 @@ class GuardedProbe:
             logger.error("sonde: %s", text)
 
 
-class Attached:
-    """A trainer's probe, as `attach` returns it.
-
-    Attributes:
-        guarded: the probe, as the trainer drives it.
-        undo: leaves the trainer as it was.
-    """
-
-    def __init__(self, guarded: GuardedProbe) -> None:
-        self.guarded = guarded
-        self.undo = contextlib.ExitStack()
-
-    @property
-    def probe(self) -> NoiseScaleProbe | None:
-        """The probe while it measures."""
-        return self.guarded.probe
-
-    def reading(self) -> NoiseScaleReading | None:
-        """The present reading, or that of the end of training; None before training, or if nothing is measured."""
-        return self.guarded.reading()
-
-    def close(self, reason: str = "closed") -> None:
-        """End the log, and leave the trainer as it was."""
-        self.guarded.end(reason)
-        self.undo.close()
-
-
 def warn_if_untested(
     package: str,
     version: str,
@@ -386,17 +385,10 @@ def warn_if_untested(
         tested: the first version that the tests ran with, and the first one above it that they did not.
         check: how one sees that all is well.
     """
-    from packaging.version import Version  # comes with the trainers' packages, whose absence has a message of its own
-
-    first, beyond = tested
-    if not Version(first).release <= Version(version).release < Version(beyond).release:
+    if not is_within(version, *tested):
         logger.warning(
-            "sonde: %s %s is not a version that sonde was tested with, which are those from %s to below %s: %s",
-            package,
-            version,
-            first,
-            beyond,
-            check,
+            f"sonde: {package} {version} is not a version that sonde was tested with, which are those from {tested[0]} "
+            f"to below {tested[1]}: {check}"
         )
 
 

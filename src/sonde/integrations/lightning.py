@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sonde.batch_size.batch_dim import units_in_batch
-from sonde.integrations.guarded import Attached, GuardedProbe, OnError, warn_if_untested
+from sonde.integrations.guarded import GuardedProbe, OnError, warn_if_untested
 from sonde.records import LogOrPlaces
 from sonde.version import TESTED, install_hint
 
@@ -20,7 +20,7 @@ except ImportError as error:
     raise ImportError(f"this needs lightning: {install_hint('lightning')}") from error
 
 
-class NoiseScale(Attached, Callback):  # type: ignore[misc]
+class NoiseScale(GuardedProbe, Callback):  # type: ignore[misc]
     """Measures the gradient noise scale of a Lightning run: `L.Trainer(callbacks=[NoiseScale(unit="images")])`.
 
     Weights are bit for bit those of a run without it, with automatic and with manual optimization. The probe is
@@ -59,7 +59,7 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
     ) -> None:
         warn_if_untested("lightning", lightning.__version__, TESTED["lightning"])
         options |= {"unit": unit, "trainer": "Lightning"}
-        super().__init__(GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose))
+        super().__init__(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
         self._saved: Any = None
         self._batch: Any = None
         self._piece, self._norms = contextlib.ExitStack(), contextlib.ExitStack()
@@ -70,7 +70,7 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model in its wrapper."""
         refused, loaders = "", trainer.train_dataloader
-        if self.guarded.units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
+        if self.units is None and isinstance(loaders, Mapping | list | tuple) and len(loaders) > 1:
             refused = (
                 f"each batch comes from {len(loaders)} dataloaders, so its rows do not show all of its units: "
                 "pass units= to NoiseScale, a function of the batch"
@@ -81,19 +81,19 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
                 "one, or optimize manually with sonde.attach(part, its optimizer, units_per_piece='first dim') for the "
                 "part that each of them steps, and with step() of that probe before the optimizer's"
             )
-        self.guarded.backward = None if pl_module.automatic_optimization else "self.manual_backward(loss)"
+        self.backward = None if pl_module.automatic_optimization else "self.manual_backward(loss)"
         state, self._saved = self._saved, None  # of this training's checkpoint: a later one may have none
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.guarded.begin(trainer.model, trainer.optimizers, state=state, refused=refused, grad_scaler=scaler)
+        self.begin(trainer.model, trainer.optimizers, state=state, refused=refused, grad_scaler=scaler)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, whose units are counted if its window is measured."""
         self._batch, self._has_stepped = batch, False
-        self._norms.enter_context(self.guarded.watch_norms())
+        self._norms.enter_context(self.watch_norms())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Begin the piece, which further backwards of the same batch join."""
-        self._piece.enter_context(self.guarded.piece(lambda: self.guarded.counts(_rows, self._batch)))
+        self._piece.enter_context(self.piece(lambda: self.counts(_rows, self._batch)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """End the piece, whose backward ran in the optimizer's closure: gradients are unscaled.
@@ -102,10 +102,10 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
         change the direction of the gradient, so the window ends before.
         """
         self._piece.close()
-        self._has_stepped, self._n_before = True, self._n_windows
+        self._has_stepped, self._n_before = True, self.n_windows
         is_own = type(pl_module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping
         if is_own or trainer.gradient_clip_algorithm == "value" or not pl_module.automatic_optimization:
-            self.guarded.step()
+            self.step()
             self._norms.close()
 
     def on_train_batch_end(
@@ -114,40 +114,35 @@ class NoiseScale(Attached, Callback):  # type: ignore[misc]
         """End the piece of a batch without a step; after steps, log."""
         self._piece.close()
         self._norms.close()
-        if self._has_stepped and self._n_windows == self._n_before:  # a GradScaler has left the step out
-            self.guarded.step()
+        if self._has_stepped and self.n_windows == self._n_before:  # a GradScaler has left the step out
+            self.step()
         if isinstance(outputs, Mapping) and isinstance(loss := outputs.get("loss"), Tensor):
-            self.guarded.log(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
+            self.log_also(loss=loss * trainer.accumulate_grad_batches)  # Lightning has divided it
         self._batch = None
         every = trainer.log_every_n_steps  # 0 for a Trainer that never logs
         if self._has_stepped and every and trainer.global_step % every == 0:
-            pl_module.log_dict(self.guarded.metrics())
+            pl_module.log_dict(self.metrics())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what the validation has logged, by names such as val_loss."""
         validated = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
-        self.guarded.log(**validated)
+        self.log_also(**validated)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the log."""
-        self.guarded.end("training ended")
+        self.end("training ended")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the log, without waiting for ranks that may be gone."""
         self._piece.__exit__(type(exception), exception, None)  # the backward of this piece may have failed
         self._norms.close()
-        self.guarded.fail(exception)
-
-    @property
-    def _n_windows(self) -> int:
-        return 0 if self.probe is None else self.probe.n_windows
+        self.fail(exception)
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far."""
-        averages = self.guarded.state_dict()
-        return {} if averages is None else {"averages": averages}
+        return {} if (averages := self.averages()) is None else {"averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with these averages when training starts."""

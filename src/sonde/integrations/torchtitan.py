@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from sonde.integrations.guarded import Attached, GuardedProbe, OnError, WrappedMethods, is_wrapped, warn_if_untested
+from sonde.integrations.guarded import GuardedProbe, OnError, WrappedMethods, is_wrapped, warn_if_untested
 from sonde.integrations.torchtitan_batches import UnitsOfBatch, counts_of, counts_of_each
 from sonde.records import LogOrPlaces, logger
 from sonde.version import TESTED
@@ -73,8 +73,7 @@ def attach(
     dims = trainer.parallel_dims
     meshes = {"mesh": dims.world_mesh, "pp_mesh": dims.get_optional_mesh("pp")}
     options = {"unit": unit, "trainer": "torchtitan", **meshes, **options}
-    guarded = GuardedProbe(options, units=units, log=log, on_error=on_error, verbose=verbose)
-    return TorchtitanProbe(trainer, guarded, clips=clips)
+    return TorchtitanProbe(trainer, clips, options, units=units, log=log, on_error=on_error, verbose=verbose)
 
 
 def measured(config: Trainer.Config, **arguments: Any) -> Trainer.Config:
@@ -100,15 +99,15 @@ def measured(config: Trainer.Config, **arguments: Any) -> Trainer.Config:
     return Measured.Config(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init})
 
 
-class TorchtitanProbe(Attached):
+class TorchtitanProbe(GuardedProbe):
     """The probe of a torchtitan run, as `attach` returns it. Checkpoints go on holding the averages after `close`."""
 
-    def __init__(self, trainer: Trainer, guarded: GuardedProbe, *, clips: bool) -> None:
-        super().__init__(guarded)
+    def __init__(self, trainer: Trainer, clips: bool, options: Mapping[str, Any], **guarded: Any) -> None:
+        super().__init__(options, **guarded)
         self._trainer, parts = trainer, trainer.model_parts
         model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
-        guarded.begin(model, list(trainer.optimizers), refused=_why_refused(trainer))
-        wrappers: dict[str, Any] = {"train_step": self._train_step if clips else guarded.watched}
+        self.begin(model, list(trainer.optimizers), refused=_why_refused(trainer))
+        wrappers: dict[str, Any] = {"train_step": self._train_step if clips else self.watched}
         wrappers |= {"forward_backward_step": self._forward_backward_step, "train": self._train}
         self.undo.enter_context(WrappedMethods(trainer, **wrappers))
         self.undo.enter_context(WrappedMethods(trainer.metrics_processor, log=self._log))
@@ -120,7 +119,7 @@ class TorchtitanProbe(Attached):
     # Wrappers of the trainer's methods, in the order in which a step calls them. The optimizers' step ends the window.
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = self.guarded.train(original, *args, **kwargs)
+        result = self.train(original, *args, **kwargs)
         self.close("training ended")
         return result
 
@@ -132,30 +131,30 @@ class TorchtitanProbe(Attached):
     def _forward_backward_step(
         self, original: Callable[..., Any], *, input_dict: Any, labels: Any, **kwargs: Any
     ) -> Any:
-        units, is_one = self.guarded.units, isinstance(labels, Tensor)  # not so for a step of a pipeline schedule
-        count = functools.partial(counts_of if is_one else counts_of_each, units, input_dict, labels)
-        with self.guarded.piece(count, None if is_one else len(labels)):
+        is_one = isinstance(labels, Tensor)  # not so for a step of a pipeline schedule
+        count = functools.partial(counts_of if is_one else counts_of_each, self.units, input_dict, labels)
+        with self.piece(count, None if is_one else len(labels)):
             return original(input_dict=input_dict, labels=labels, **kwargs)
 
     def _clip_grad_norm_(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.guarded.clip(*args, mesh=self._trainer.parallel_dims.world_mesh, **kwargs)
+        return self.clip(*args, mesh=self._trainer.parallel_dims.world_mesh, **kwargs)
 
     def _log(self, original: Callable[..., Any], step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> Any:
         if not self._trainer.parallel_dims.pp_enabled:  # there, other stages than the last one know no loss
-            self.guarded.log(loss=global_avg_loss)
-        kwargs["extra_metrics"] = {**(kwargs.get("extra_metrics") or {}), **self.guarded.metrics()}
+            self.log_also(loss=global_avg_loss)
+        kwargs["extra_metrics"] = {**(kwargs.get("extra_metrics") or {}), **self.metrics()}
         return original(step, global_avg_loss, *args, **kwargs)
 
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """The averages so far."""
-        return self.guarded.state_dict() or {}
+        return self.averages() or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with these averages."""
         if state_dict:
-            self.guarded.resume(state_dict)
+            self.resume(state_dict)
 
     def _dcp_load(
         self, original: Callable[..., Any], state_dict: dict[str, Any], checkpoint_id: str, **kwargs: Any

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from sonde.integrations.guarded import (
-    Attached,
     Counts,
     GuardedProbe,
     OnError,
@@ -87,22 +86,23 @@ def attach(
     if batches.has_pairs:
         options.setdefault("per_example", "never")  # a pair has two rows, and each row's gradient is a part of its own
     options |= {"unit": unit or batches.unit, "trainer": batches.trainer_name}
-    guarded = GuardedProbe(options, units=units, weight=weight, log=log, on_error=on_error, verbose=verbose)
-    return TransformersProbe(trainer, batches, guarded)
+    guarded = {"units": units, "weight": weight, "log": log, "on_error": on_error, "verbose": verbose}
+    return TransformersProbe(trainer, batches, options, **guarded)
 
 
-class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
+class TransformersProbe(GuardedProbe, TrainerCallback):  # type: ignore[misc]
     """The probe of a trainer, as `attach` returns it: already a callback of the trainer."""
 
-    def __init__(self, trainer: Trainer, batches: MicroBatches, guarded: GuardedProbe) -> None:
-        super().__init__(guarded)
-        self._trainer, self._batches = trainer, batches
-        guarded.backward = "self.accelerator.backward(loss)"
-        guarded.reads_parts = True  # the trainer logs item() of the norm
-        methods: dict[str, Any] = {"train": guarded.train, "training_step": self._training_step, "log": self._log}
+    def __init__(self, trainer: Trainer, batches: MicroBatches, options: Mapping[str, Any], **guarded: Any) -> None:
+        super().__init__(options, **guarded)
+        self._trainer: Any = trainer
+        self._batches: Any = batches
+        self.backward = "self.accelerator.backward(loss)"
+        self.reads_parts = True  # the trainer logs item() of the norm
+        methods: dict[str, Any] = {"train": self.train, "training_step": self._training_step, "log": self._log}
         methods["_save_checkpoint"] = self._save_checkpoint
         self.undo.enter_context(WrappedMethods(trainer, **methods))
-        self.undo.enter_context(WrappedMethods(trainer.accelerator, clip_grad_norm_=guarded.watched))
+        self.undo.enter_context(WrappedMethods(trainer.accelerator, clip_grad_norm_=self.watched))
         self.undo.callback(trainer.pop_callback, self)
         trainer.add_callback(self)
 
@@ -115,27 +115,27 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         inputs_of_piece, piece = dict(inputs), contextlib.ExitStack()  # a loss may take some of the inputs out
 
         def backward(original: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            piece.enter_context(self.guarded.piece(lambda: self._count(inputs_of_piece, loss, num_items_in_batch)))
+            piece.enter_context(self.piece(lambda: self._count(inputs_of_piece, loss, num_items_in_batch)))
             return original(loss, *args, **kwargs)
 
         with WrappedMethods(self._trainer.accelerator, backward=backward), piece:
             return original(model, inputs, num_items_in_batch)
 
     def _count(self, inputs: Mapping[str, Any], loss: Tensor, n_items: Any) -> Counts:
-        counts = self._batches.count(inputs, loss, n_items)
+        counts: Counts = self._batches.count(inputs, loss, n_items)
         if self._batches.weighting is not None:
-            self.guarded.say_once(self._batches.weighting)
+            self.say_once(self._batches.weighting)
         return counts
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        self.guarded.log(**{name: logs[name] for name in ("loss", "learning_rate", "eval_loss") if name in logs})
+        self.log_also(**{name: logs[name] for name in ("loss", "learning_rate", "eval_loss") if name in logs})
         if "loss" in logs:  # not of an evaluation, nor the summary at the end
-            logs = {**logs, **self.guarded.metrics()}
+            logs = {**logs, **self.metrics()}
         return original(logs, *args, **kwargs)
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Add the averages to the trainer's state. A callback after this one may have asked for the checkpoint."""
-        if (averages := self.guarded.state_dict()) is not None:
+        if (averages := self.averages()) is not None:
             self._trainer.state.stateful_callbacks[SAVED_AS] = averages
         return original(*args, **kwargs)
 
@@ -145,13 +145,13 @@ class TransformersProbe(Attached, TrainerCallback):  # type: ignore[misc]
         """Attach: the model has its wrapper, and the optimizer exists."""
         trainer, averages = self._trainer, state.stateful_callbacks.get(SAVED_AS)
         scaler = trainer.accelerator.scaler
-        self.guarded.begin(trainer.model_wrapped, trainer.optimizer, state=averages, grad_scaler=scaler)
+        self.begin(trainer.model_wrapped, trainer.optimizer, state=averages, grad_scaler=scaler)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the window: gradients are whole, and clipped."""
-        self.guarded.step()
+        self.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""
         is_whole = state.global_step >= state.max_steps
-        self.guarded.end("training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}")
+        self.end("training ended" if is_whole else f"stopped at step {state.global_step} of {state.max_steps}")

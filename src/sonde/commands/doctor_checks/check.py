@@ -38,6 +38,6 @@ def checked(name: str, check: Callable[[], Check]) -> Check:
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")
         found, _, advice = text.rpartition(": ")  # sonde's own errors end with what to do
-        if found and isinstance(error, ImportError | ValueError):
-            return Check(name, "fails" if isinstance(error, ValueError) else "not there", found, advice)
+        if found and isinstance(error, ValueError):
+            return Check(name, "fails", found, advice)
         return Check(name, "fails", f"{type(error).__name__}: {text}", REPORT_IT)

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from sonde.commands.doctor_checks.check import Check, checked
 from sonde.commands.run import check_folder, existing_part
-from sonde.version import TESTED, install_hint
+from sonde.version import TESTED, install_hint, is_within
 
 OF_EXTRAS = {
     "bokeh": ("3.6", "4", "report"),
@@ -70,14 +69,10 @@ def _missing(package: str, remedy: str) -> Check:
 
 
 def _in_range(package: str, version: str, first: str, beyond: str) -> Check:
-    if _numbers(first) <= _numbers(version) and (not beyond or _numbers(version) < _numbers(beyond)):
+    if is_within(version, first, beyond):
         return Check(package, "ok", version)
     tested = f"{first} to below {beyond}" if beyond else f"{first} and later"
     return Check(package, "warning", f"{version}, and sonde's tests ran with {tested}", f"use {package} {tested}")
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def _torchrun() -> Check:

@@ -1,11 +1,9 @@
-"""Processes that a doctor starts: those of self-tests, where a crash is a row, and of the script. All are ended."""
+"""Processes that sonde starts: self-tests, where a crash is a row, and scripts that are tried. All are ended."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from sonde.commands.doctor_checks.check import REPORT_IT, Check
-from sonde.commands.run import existing_part
 from sonde.evidence.shell_run import end_processes
 
 _PATIENCE = 120.0
@@ -41,21 +38,19 @@ def started(
         end_processes([process], _GRACE)
 
 
-def self_tests(group: str, folder: Path, n_ranks: int = 1, *, patience: float = _PATIENCE) -> Iterator[Check]:
+def self_tests(group: str, n_ranks: int = 1, *, patience: float = _PATIENCE) -> Iterator[Check]:
     """The rows of a group of self-tests, in processes of their own.
 
     Args:
         group: "alone" or "ranks".
-        folder: for logs.
         n_ranks: processes that run the group together.
         patience: seconds in which the group must end.
     """
-    name, logs = f"self-tests ({group})", existing_part(folder) / f".sonde-doctor-{os.getpid()}"
+    name = f"self-tests ({group})"
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as ranks:
-        ranks.callback(shutil.rmtree, logs, ignore_errors=True)  # a test that is killed leaves it
         rows, said = (ranks.enter_context((Path(place) / file).open("w+")) for file in ("rows", "said"))
         for rank in reversed(range(n_ranks)):
-            words = ("sonde.commands.doctor_checks.self_tests", group, str(logs), str(rank), f"{place}/store")
+            words = ("sonde.commands.doctor_checks.self_tests", group, str(rank), f"{place}/store")
             stdout = subprocess.DEVNULL if rank else rows
             process = ranks.enter_context(started([sys.executable, "-m", *words], stdout=stdout, stderr=said))
         try:

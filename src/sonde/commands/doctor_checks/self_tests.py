@@ -1,22 +1,19 @@
 """Self-tests of `sonde doctor`: each mechanism on this machine beside its definition, computed in float64.
 
-`python -m sonde.commands.doctor_checks.self_tests GROUP FOLDER RANK STORE` runs a group in a process of its own, since
+`python -m sonde.commands.doctor_checks.self_tests GROUP RANK STORE` runs a group in a process of its own, since
 a test may crash or hang. It writes to stdout, as JSON, the name of each test when it begins, then the row.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +28,7 @@ from sonde.wording import number
 N_RANKS = 2
 Compared = tuple[str, Sequence[float], Sequence[float]]
 """What was measured, in words; the numbers by sonde, and the exact ones."""
-Test = Callable[[Path], Check | Compared]
-"""Takes a folder that it may make for a log."""
+Test = Callable[[], Check | Compared]
 _TOLERANCE = 1e-4
 """Relative. Gradients of 8 rows are exact to about 1e-7 in fp32, and differences of their squares to about 1e-6."""
 _CPU = torch.device("cpu")
@@ -78,19 +74,19 @@ def _measured(model: nn.Module, n_pieces: int, rows: slice = slice(8), **options
         return [window.total.trace_cov, window.total.grad_sq, float(norm)]
 
 
-def micro_batches(_: Path) -> Compared:
+def micro_batches() -> Compared:
     """By hooks on parameters, on the CPU and on the accelerator."""
     devices = dict.fromkeys((_CPU, default_device()))
     measured = [value for device in devices for value in _measured(_model(device), 4, per_example="never")]
     return f"{_WHAT} on {' and '.join(map(str, devices))}", measured, exact(4) * len(devices)
 
 
-def single_examples(_: Path) -> Compared:
+def single_examples() -> Compared:
     """By the inputs and output gradients of layers."""
     return _WHAT, _measured(_model(default_device()), 1, per_example="always"), exact(8)
 
 
-def norm_and_clip(_: Path) -> Compared:
+def norm_and_clip() -> Compared:
     """`sonde.clip_grad_norm_` beside an exact sum."""
     weight = nn.Parameter(torch.zeros(1000, device=default_device()))
     weight.grad = torch.randn(1000, generator=_RANDOM, device=_CPU).to(weight.device)
@@ -99,37 +95,7 @@ def norm_and_clip(_: Path) -> Compared:
     return "1,000 clipped elements", [norm, *weight.grad.tolist()], [whole, *(g / whole for g in before)]
 
 
-@contextlib.contextmanager
-def _logged(folder: Path) -> Iterator[None]:
-    """The log of one step, in a new folder on the disk of the user's logs, which is removed again."""
-    try:
-        folder.mkdir()
-        log = sonde.RunLog(sonde.JsonlSink(folder), every=1)
-        _measured(_model(), 2, per_example="never", log=log)
-        if log.alerts:
-            raise OSError(0, ", ".join(log.alerts.values()))
-        yield
-    except OSError as error:
-        raise ValueError(f"nothing can be written to {folder} ({error.strerror}): make room, or pass --out") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def log(folder: Path) -> Compared:
-    """Written and read."""
-    with _logged(folder):
-        metrics = sonde.read_run(folder).readings[-1].metrics
-    read = [metrics[name] or math.nan for name in ("gns/trace_cov", "gns/grad_sq", "grad/norm")]
-    return "written, read", read, exact(2)
-
-
-def report(folder: Path) -> Check:
-    """The page of that log."""
-    with _logged(folder):
-        return Check("report", "ok", f"a page of {sonde.write_report(folder).stat().st_size / 1e6:.1f} MB")
-
-
-def devices(_: Path) -> Check:
+def devices() -> Check:
     """What torch finds."""
     device, advice = default_device(), ""
     backends = [name for name in ("gloo", "nccl", "xccl") if dist.is_available() and dist.is_backend_available(name)]
@@ -155,12 +121,12 @@ def _on_this_rank(model: nn.Module) -> Compared:
     return _WHAT, _measured(model, 1, slice(first, first + 4), per_example="never"), exact(N_RANKS)
 
 
-def DDP(_: Path) -> Compared:
+def DDP() -> Compared:
     """A piece on each rank."""
     return _on_this_rank(nn.parallel.DistributedDataParallel(_model()))
 
 
-def FSDP2(_: Path) -> Compared:
+def FSDP2() -> Compared:
     """The same, where each rank holds a part of the model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -169,13 +135,13 @@ def FSDP2(_: Path) -> Compared:
     return _on_this_rank(model)
 
 
-ALONE: Sequence[Test] = (devices, micro_batches, single_examples, norm_and_clip, log, report)
+ALONE: Sequence[Test] = (devices, micro_batches, single_examples, norm_and_clip)
 ON_RANKS: Sequence[Test] = (DDP, FSDP2)
 
 
-def row_of(name: str, test: Test, folder: Path) -> Check:
+def row_of(name: str, test: Test) -> Check:
     """The row of a test, which is run now."""
-    found = test(folder)
+    found = test()
     if isinstance(found, Check):
         return found
     what, measured, right = found
@@ -186,7 +152,7 @@ def row_of(name: str, test: Test, folder: Path) -> Check:
     return Check(name, "fails", f"{what}: {pairs}", f"do not trust numbers of this machine: {REPORT_IT}")
 
 
-def main(group: str, folder: str, rank: str, store: str) -> None:
+def main(group: str, rank: str, store: str) -> None:
     """Run the tests of a group, and write their rows."""
     rows = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no row
@@ -196,7 +162,7 @@ def main(group: str, folder: str, rank: str, store: str) -> None:
     for test in ON_RANKS if group == "ranks" else ALONE:
         name = test.__name__.replace("_", " ")
         rows.write(json.dumps(name) + "\n")
-        row = checked(name, functools.partial(row_of, name, test, Path(folder)))
+        row = checked(name, functools.partial(row_of, name, test))
         rows.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 

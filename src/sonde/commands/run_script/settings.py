@@ -29,14 +29,12 @@ class Settings:
         pid: of the process that the command becomes; 0 where that is torchrun.
         unit: plural name of the independent sample; None for rows, or what a trainer's batches hold.
         units_from: what shows the units of a micro-batch.
-        weights_from: what shows its weight in the loss.
         reduced_by_hand: whether the script averages gradients over all ranks by itself.
         micro_batches: whether several backwards in a step are micro-batches, also where there are several models.
         budget: part of the run's time that measuring may cost.
         allowance: seconds that it may take in any case.
         every: measure one window in so many; None to go by the budget.
         report: whether a report is written at the end.
-        for_doctor: whether each window has a reading, and nothing but what looks wrong is said.
     """
 
     command: tuple[str, ...]
@@ -45,20 +43,17 @@ class Settings:
     pid: int = 0
     unit: str | None = None
     units_from: str = "first-dim"
-    weights_from: str = "auto"
     reduced_by_hand: bool = False
     micro_batches: bool = False
     budget: float = 0.01
     allowance: float = 10.0
     every: int | None = None
     report: bool = True
-    for_doctor: bool = False
 
     def log(self) -> tuple[RunLog, LogOfScript]:
         """The log of one model of the script, and its file."""
         file = LogOfScript(Path(self.folder), self.start)
-        metadata, every = {"command": " ".join(self.command), "start": self.start}, 1 if self.for_doctor else 10
-        return RunLog(file, metadata=metadata, every=every), file
+        return RunLog(file, metadata={"command": " ".join(self.command), "start": self.start}), file
 
     @property
     def has_log(self) -> bool:

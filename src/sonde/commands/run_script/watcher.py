@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import sonde
 from sonde.batch_size.found_model import NOT_ON_ALL_RANKS
 from sonde.batch_size.hooks import in_backward
-from sonde.batch_size.step_watch import Arguments, with_closure
-from sonde.commands.run_script import NOT_MEASURED
-from sonde.commands.run_script.measured import MeasuredModel, MeasuredTrainer, why_not_reduced
+from sonde.commands.run_script.measured import MeasuredModel, why_not_reduced
 from sonde.commands.run_script.model_search import ModelOfOptimizers, ModelSearch, stepped_by
 from sonde.commands.run_script.settings import Settings
 from sonde.commands.run_script.words import rank, say, say_in_words_of_run
 from sonde.parallel.placements import is_partial
 from sonde.parallel.unwrap import parameters_of
+
+if TYPE_CHECKING:
+    from sonde.commands.run_script.measured_trainer import MeasuredTrainer
+
+NOT_MEASURED = "not measured"
+"""Is in each sentence that says why a model of the script is not measured."""
 
 
 class ScriptWatcher:
@@ -39,7 +43,6 @@ class ScriptWatcher:
     """
 
     def __init__(self, tell: Callable[..., Any]) -> None:
-        self._tell = tell
         self.pid, self._settings = os.getpid(), Settings.of_environment(os.environ)
         self._threads: set[int] = set()
         """Threads of the script that train."""
@@ -81,45 +84,21 @@ class ScriptWatcher:
         if torch.is_grad_enabled() and not (self._trainings or torch.is_inference_mode_enabled()):
             self._search.look_in(module)
 
-    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """An optimizer steps: its model is known by now, or called in a closure. Its probe ends the window by itself.
+    def before_step(self, optimizer: Any, *called_with: Any) -> None:
+        """An optimizer steps: its model is known by now, or called in its closure. Its probe ends the window by itself.
 
-        Returns:
-            Other arguments for the step, with a closure that is followed; None to leave them.
+        A model that is called in the closure alone is measured from the second step on.
         """
         self._threads.add(threading.get_ident())
         self._search.any_stepped()
-        if self._trainings or optimizer in self._refused or self._models_with(optimizer) or not stepped_by(optimizer):
-            return None
-        followed = with_closure(args, kwargs, functools.partial(self._followed, optimizer))
-        if followed is None:
-            self._search.stepped_unseen(optimizer)
-        return followed
-
-    def _followed(self, optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
-        has_run = False
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_run
-            loss = closure(*args, **kwargs)
-            if not has_run:
-                has_run = True
-                self._tell("closure_has_run", optimizer)
-            return loss
-
-        return followed
-
-    def closure_has_run(self, optimizer: Any) -> None:
-        """The closure of a step has run whose optimizer had no model when the step began."""
-        for model in (models := self._models_with(optimizer)):
-            model.probe.step_has_begun(optimizer)
-        if not models and optimizer not in self._refused:
+        is_known = self._trainings or optimizer in self._refused or self._models_with(optimizer)
+        if not is_known and stepped_by(optimizer):
             self._search.stepped_unseen(optimizer)
 
     def zeroes(self, owner: Any) -> None:
         """An optimizer or a module zeroes its gradients: backwards since the last step no longer count."""
         for model in self._models_with(owner):
-            model.probe.discard()
+            model.zeroed()
 
     def clipped(self, tensors: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> Any:
         """The norm of parameters' gradients, or of gradients, was taken by a function of torch: see `own_norms.Note`.
@@ -127,7 +106,7 @@ class ScriptWatcher:
         Returns:
             A weak reference to the norm, if it is still to be summed over ranks.
         """
-        self._clipped = [model for model in self._models if model.clipped(tensors, norm, max_norm)]
+        self._clipped = [model for model in self._models if model.note_norm(tensors, norm, max_norm)]
         return weakref.ref(norm) if is_partial(norm) else None
 
     def reads_part_of(self) -> None:
@@ -137,6 +116,8 @@ class ScriptWatcher:
 
     def trainer_begins(self, trainer: Any) -> None:
         """transformers' Trainer begins to train: its batches are known better than by the calls of its model."""
+        from sonde.commands.run_script.measured_trainer import MeasuredTrainer
+
         self._trainings.append(None)
         try:
             training = MeasuredTrainer(trainer, self._settings)
@@ -149,7 +130,7 @@ class ScriptWatcher:
     def trainer_ends(self) -> None:
         """The last training that began has ended, or has raised: its optimizers are done."""
         if (training := self._trainings.pop()) is not None:
-            training.training_ended()
+            training.close()
         own = self._search.pending()
         self._refused.update(own)
         self._search.done_with(own)
@@ -178,7 +159,7 @@ class ScriptWatcher:
             self._close_all(reason)
             # Trainings that took no step were given up. They are passed over, unless none took any.
             told = [each for each in self._all if each.n_windows] or self._all[-1:]
-            if self._has_failed or self._settings.for_doctor:
+            if self._has_failed:
                 told = []
             for number, each in enumerate(told, 1):
                 name = f"{number}. {each.name}: " if len(told) > 1 else ""

@@ -21,7 +21,7 @@ REMEDIES: Mapping[str, str] = {
     "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch": (
         "To count such micro-batches, pass --units-from with the number of units in one"
     ),
-    HOW_TO_COUNT: "Pass --units-from: a number, NAME:DIM as labels:0, or package.module:function",
+    HOW_TO_COUNT: "Pass --units-from: a number or package.module:function",
     "pass units= to attach, a function of the batch": "pass --units-from package.module:function, a function",
     "units_per_piece=": "--units-from",
     ", unless piece(units=...) says it": "",
