@@ -283,16 +283,15 @@ def _folder_of(run: str) -> Path:
     return folder
 
 
-def log_of(log: LogOrPlaces, *, every: int = 10) -> RunLog:
+def log_of(log: LogOrPlaces) -> RunLog:
     """The log passed as `log=`.
 
     Args:
         log: None for a log without sinks.
-        every: windows between readings of a log that is made here.
 
     Raises:
         ValueError: for something else than a log or places for records.
     """
     if isinstance(log, RunLog):
         return log
-    return RunLog(() if log is None else log, every=every)
+    return RunLog(() if log is None else log)

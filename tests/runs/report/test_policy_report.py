@@ -121,7 +121,11 @@ NOTHING = {"shares": [], "causes": None}
     [
         (
             {"has_truth": False, "has_noise": False, "causes": None},
-            ["Coverage – not known without fresh rollouts", "turn gns_probe on", "attach with causes=True to know"],
+            [
+                "Coverage – not known without fresh rollouts",
+                "sonde.PromptNoiseProbe does",
+                "attach with causes=True to know",
+            ],
         ),
         (NOTHING, ["The forecasts of this run were logged without the parts of single prompts."]),
         (

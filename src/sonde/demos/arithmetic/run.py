@@ -24,6 +24,7 @@ from sonde.demos.console import (
     conclude,
 )
 from sonde.log.sinks import JsonlSink
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import forecast_point
 from sonde.records import RunLog
@@ -98,11 +99,8 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
             trainer = make_trainer(options, checkpoints)
         probes = sonde.integrations.trl.attach(
             trainer,
-            {
-                "gns_probe": {"enabled": True, "log_every": options.every},
-                "entropy_probe": {"enabled": True, "every": options.every, "budget": None, "micro_batch_prompts": 16},
-                "policy_entropy_probe": {"enabled": True},
-            },
+            EntropyChangeOptions(every=options.every, micro_batch_prompts=16),
+            noise_every=options.every,
             evaluation_prompts=EVALUATION_PROMPTS,
             causes=True,
             rollouts=True,
