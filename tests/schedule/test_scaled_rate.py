@@ -18,8 +18,8 @@ from sonde.decision.facts import FROM_HERE_ON, facts_of
 from sonde.decision.rate_rules import adam_settings, rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.scaled_rate import ScaledRate
-from sonde.schedule.stats.batch_rule import now_from, replayed
 from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches, train
+from tests.schedule.replays import now_from, replayed
 
 OPTIONS: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 50.0, "verbose": False, "pause": 0}
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

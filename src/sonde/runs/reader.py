@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sonde.batch_size.stats.columns import NOISE_SCALE
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.log.lines import LONGEST_LINE, begins_header, last_run, lines_of, parse_record
 from sonde.log.sinks import RECORDS_NAME, other_unit
-from sonde.policy.stats.columns import PROMPT_NOISE
-from sonde.record_values import SCHEMA, SETTINGS
+from sonde.record_values import SCHEMA
 from sonde.runs.run import (
     Alert,
     ComparisonReading,
@@ -25,13 +23,9 @@ from sonde.runs.run import (
     Run,
     WindowReading,
 )
-from sonde.runs.values import count, filled, number, read_as
+from sonde.runs.values import count, filled, read_as
 from sonde.wording import plural
 
-LARGEST = 1e150
-"""Largest size of a number that sonde writes. The square of a larger number overflows."""
-NEVER_NEGATIVE = (NOISE_SCALE, PROMPT_NOISE)
-"""Beginnings of the names of metrics that are never negative."""
 ADVICE = "give a folder that sonde wrote"
 """What to do with a file that is not a run's log."""
 _KINDS: dict[str, tuple[str, type]] = {
@@ -41,7 +35,6 @@ _KINDS: dict[str, tuple[str, type]] = {
     "alert": ("alerts", Alert),
 }
 """Kinds of record that hold what they are read as, and where a `Run` has them."""
-_OF_KIND: dict[type, Callable[[object], object]] = {int: count, float: number, list: read_as(tuple[Any, ...])}
 
 
 def read_run(path: str | Path) -> Run:
@@ -228,16 +221,14 @@ class Contents:
         self._others: dict[str, list[Any]] = {name: [] for name, _ in _KINDS.values()}
         self._ended: str | None = None
         self._n_fresh = 0
-        self._declared: set[str] = set()
-        """Names of the metrics that sonde wrote, of all starts."""
 
-    def _add(self, record: Mapping[str, Any], line: int) -> None:
+    def _add(self, record: Mapping[str, Any]) -> None:
         """Add a record as it was written; one of a kind that this version does not know is skipped.
 
         Raises:
             KeyError: when something is missing.
             TypeError: when something is of another kind than the schema says.
-            ValueError: for another schema, another unit, or a number that cannot be.
+            ValueError: for another schema or another unit.
         """
         segment = len(self._headers) - 1
         match kind := record["kind"]:
@@ -247,16 +238,13 @@ class Contents:
                 header = self._headers[-1]
                 self._headers[-1] = replace(header, probes=(*header.probes, self._probe(record)))
             case "reading":
-                self._add_reading(record, segment, line)
+                self._add_reading(record, segment)
             case "details" if self._readings:  # the groups of the last reading, which was written without them
                 last = self._readings[-1]
                 self._readings[-1] = replace(last, groups=_groups(record), groups_window=last.window)
             case "policy" | "comparison" | "metrics" | "alert":
                 name, of = _KINDS[kind]
-                added: Any = filled(of, record, segment=segment)
-                self._others[name].append(added)
-                if kind == "policy":
-                    self._check_own_numbers(added.metrics, line)
+                self._others[name].append(filled(of, record, segment=segment))
             case "end":
                 self._ended = str(record["reason"])
             case "fresh":
@@ -269,19 +257,15 @@ class Contents:
 
     def _probe(self, record: Mapping[str, Any]) -> ProbeSetup:
         probe = filled(ProbeSetup, record)
-        for name, kind in SETTINGS.items():
-            if kind in _OF_KIND and probe.setup.get(name) is not None:
-                _check(_OF_KIND[kind], probe.setup[name], f"for {name!r} in its set-up")
         if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
             raise ValueError(
                 f"{self.file} holds runs measured in {other!r} and in {probe.unit!r}, "
                 "expected one unit: log each run to its own folder"
             )
         self._units[probe.writes] = probe.unit
-        self._declared |= probe.metrics.keys()
         return probe
 
-    def _add_reading(self, record: Mapping[str, Any], segment: int, line: int) -> None:
+    def _add_reading(self, record: Mapping[str, Any], segment: int) -> None:
         last = self._readings[-1] if self._readings else None
         groups: Mapping[str, GroupReading] = {}
         groups_window = 0
@@ -289,24 +273,7 @@ class Contents:
             groups, groups_window = _groups(record), count(record["window"])
         elif last is not None and last.segment == segment:  # those that this start wrote last
             groups, groups_window = last.groups, last.groups_window
-        reading = filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window)
-        self._check_own_numbers(reading.metrics, line)
-        if reading.pieces.get("per_window") is not None:
-            _check(count, reading.pieces["per_window"], "for the pieces of a window")
-        self._readings.append(reading)
-
-    def _check_own_numbers(self, metrics: Mapping[str, float | None], line: int) -> None:
-        """Refuse a number of sonde's own that cannot be."""
-        for name, value in metrics.items():
-            if value is None or name not in self._declared:
-                continue
-            is_negative = value < 0 and name.startswith(NEVER_NEGATIVE)
-            if abs(value) > LARGEST or is_negative:
-                expected = f"at most {LARGEST:g} in size" if abs(value) > LARGEST else "0 or more"
-                raise ValueError(
-                    f"line {line} of {self.file} holds {name} = {value:g}, expected {expected}: "
-                    "sonde writes no such number; was the log edited, or written by another program?"
-                )
+        self._readings.append(filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window))
 
     @property
     def is_of_last_run(self) -> bool:
@@ -330,7 +297,7 @@ class Contents:
                 self.end += len(line)
                 try:
                     if (record := self._lines.record(line.removesuffix(b"\n"))) is not None:
-                        self._add(record, self._lines.number)
+                        self._add(record)
                 except (KeyError, TypeError, OverflowError, AttributeError) as error:
                     _refuse(self.file, self._lines.number, error)
         torn = self._lines.all_torn() if is_whole else self._lines.torn
@@ -352,10 +319,3 @@ def _groups(record: Mapping[str, Any]) -> dict[str, GroupReading]:
     groups: dict[str, GroupReading] = read_as(Mapping[str, GroupReading])(record["groups"])
     unbounded = {name: replace(of, high=math.inf) for name, of in groups.items() if of.status == "lower_bound"}
     return groups | unbounded
-
-
-def _check(read: Callable[[object], object], value: object, what_for: str) -> None:
-    try:
-        read(value)
-    except TypeError as error:
-        raise TypeError(f"{error}, {what_for}") from None

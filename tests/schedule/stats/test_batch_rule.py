@@ -17,9 +17,8 @@ from sonde.schedule.stats.batch_rule import (
     NoiseScaleNow,
     metrics_of,
     next_batch,
-    now_from,
-    replayed,
 )
+from tests.schedule.replays import now_from, replayed
 
 RULE = BatchRule(smallest=4, largest=32, ratio=1.5, hysteresis=1.25)
 NOW = NoiseScaleNow(None, None, None, None, units_per_micro_batch=2.0, measured_windows=40)

@@ -1,4 +1,4 @@
-"""When the batch grows: a pure rule of readings, so that a log replays every decision.
+"""When the batch grows: a pure rule of readings.
 
 A batch grows to the next allowed one when the lower end of the noise scale's interval says so:
 
@@ -13,9 +13,9 @@ run then has both ends, and the lower one of the two lower ends decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from sonde.wording import number
 
@@ -102,19 +102,8 @@ class NoiseScaleNow:
 
 
 def metrics_of(now: NoiseScaleNow) -> dict[str, float | None]:
-    """What a decision rests on, by metric name.
-
-    Example:
-        >>> now = NoiseScaleNow(45.0, 33.0, 60.0, None, 2.0, measured_windows=40)
-        >>> now_from(metrics_of(now)) == now
-        True
-    """
+    """What a decision rests on, by metric name."""
     return {f"schedule/{name}": value for name, value in asdict(now).items()}
-
-
-def now_from(metrics: Mapping[str, Any]) -> NoiseScaleNow:
-    """What a decision rested on, read back from the metrics of a log's record."""
-    return NoiseScaleNow(**{field.name: metrics[f"schedule/{field.name}"] for field in fields(NoiseScaleNow)})
 
 
 @dataclass(frozen=True)
@@ -199,13 +188,3 @@ def _ends(now: NoiseScaleNow) -> tuple[float | None, float | None]:
     if low is not None and high is None and now.average_low is not None:
         return min(low, now.average_low), math.inf
     return None, None
-
-
-def replayed(rule: BatchRule, readings: Iterable[NoiseScaleNow]) -> list[Decision]:
-    """All decisions of a run, from what was known at each."""
-    decisions: list[Decision] = []
-    state = BatchState(rule.smallest)
-    for now in readings:
-        decisions.append(next_batch(rule, state, now))
-        state = decisions[-1].state
-    return decisions
