@@ -6,13 +6,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 from rich.console import Console
 from torch import multiprocessing
@@ -24,11 +21,8 @@ from sonde.demos.byte_lm.train import train_rank
 from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
 from sonde.runs.reader import read_run
-from sonde.runs.report.verdicts import batch_size_panel
 
 FAILED = 1
-_STYLES = {"keep": "green", "wait": "cyan"}
-"""Colours of the decision; yellow for all others."""
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -76,7 +70,7 @@ def _announce(setup: Setup, *, n_bytes: int, console: Console) -> None:
 
 
 def launch(setup: Setup) -> str:
-    """Train on every rank and wait for the end.
+    """Train on every rank and wait for the end. Ctrl-C asks all ranks to stop; a second one ends this process at once.
 
     Args:
         setup: the run.
@@ -89,17 +83,23 @@ def launch(setup: Setup) -> str:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     is_asked_to_stop = multiprocessing.get_context("spawn").Event()
-    with TemporaryDirectory(prefix="sonde-demo-") as folder, _at_ctrl_c(_asks(is_asked_to_stop)):
+    with TemporaryDirectory(prefix="sonde-demo-") as folder:
         given = setup, Path(folder) / "ranks", is_asked_to_stop, os.getpid()
-        with _interrupts_held_back():
-            ranks = start_processes(train_rank, given, setup.options.ranks, join=False, daemon=True)
+        # Ctrl-C reaches all processes. The ranks inherit this, and never see it; here it waits until they are started.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        ranks = start_processes(train_rank, given, setup.options.ranks, join=False, daemon=True)
         assert ranks is not None
-        try:
-            while not ranks.join():
-                pass
-        except ProcessException as error:
-            return _why_ended(error, ranks.processes)
-    return ""
+        while True:
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                if ranks.join():
+                    return ""
+            except KeyboardInterrupt:
+                if is_asked_to_stop.is_set():
+                    os._exit(INTERRUPTED)
+                is_asked_to_stop.set()
+            except ProcessException as error:
+                return _why_ended(error, ranks.processes)
 
 
 def _why_ended(error: ProcessException, ranks: Sequence[BaseProcess]) -> str:
@@ -116,39 +116,6 @@ def _why_ended(error: ProcessException, ranks: Sequence[BaseProcess]) -> str:
     return f"sonde: error: rank {error.error_index} ended: {error}"
 
 
-@contextmanager
-def _at_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Let Ctrl-C wait until the end. Processes started inside never see it, though it reaches all: they inherit this.
-
-    A signal that is ignored meanwhile, which they would inherit too, is lost to this process.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _asks(to_stop: Event) -> Callable[[int, FrameType | None], None]:
-    """A handler of Ctrl-C: the first asks all ranks to stop, a second ends this process at once, and then the ranks."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if to_stop.is_set():
-            os._exit(INTERRUPTED)
-        to_stop.set()
-
-    return handle
-
-
 def end(setup: Setup, console: Console) -> int:
     """Say how a run has ended, and what follows from it.
 
@@ -160,16 +127,11 @@ def end(setup: Setup, console: Console) -> int:
         The exit status.
     """
     run = read_run(setup.folder)
-
-    def judge() -> tuple[str, str, str]:
-        panel = batch_size_panel(run)
-        return panel.action, panel.headline, _STYLES.get(panel.kind, "yellow")
-
     if run.ended == "interrupted":
         done = f"step {run.readings[-1].window}" if run.readings else "the first step"
         complete = " Log and report are complete up to this step." if run.readings else ""
         console.print(f"Stopped at {done} of {setup.options.steps}.{complete}")
-    conclude(run, judge, console)
+    conclude(run, console)
     return INTERRUPTED if run.ended == "interrupted" else 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -20,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.stats.columns import NOISE_SCALE
-from sonde.demos.byte_lm.options import Setup
+from sonde.demos.byte_lm.options import DemoOptions, Setup
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
-from sonde.demos.console import LastingConsole, RecordLines
+from sonde.demos.console import LastingConsole
 from sonde.stats.intervals import logged_interval
-from sonde.wording import count, in_units, number, percent
+from sonde.wording import count, number, percent
 
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 20
@@ -58,9 +57,8 @@ def _train(setup: Setup, must_stop: Callable[[], bool]) -> None:
     model = DistributedDataParallel(ByteTransformer(context=options.context))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
 
-    logging.getLogger("sonde").addHandler(logging.NullHandler())  # the lines show the alerts of the probe
     log = sonde.RunLog(
-        [sonde.JsonlSink(setup.folder), RecordLines(LastingConsole(highlight=False), _lines(setup))],
+        [sonde.JsonlSink(setup.folder), sonde.FunctionSink(_shown(setup))],
         run="sonde demo: byte-level language model",
         metadata=setup.metadata(),
         every=options.log_every,
@@ -138,34 +136,23 @@ def rate_at(step: int, n_steps: int) -> float:
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _lines(setup: Setup) -> Callable[[Mapping[str, Any]], str | None]:
-    """The lines of readings, a few seconds apart, and of the last one."""
-    last = time.monotonic()
+def _shown(setup: Setup) -> Callable[[Mapping[str, float], int], None]:
+    """Prints a line of a reading, a few seconds apart, and of the last one."""
+    last, console = time.monotonic(), LastingConsole(highlight=False)
 
-    def line_of(record: Mapping[str, Any]) -> str | None:
+    def show(metrics: Mapping[str, float], step: int) -> None:
         nonlocal last
-        if record["kind"] != "reading":
-            return None
-        if time.monotonic() - last < _SECONDS_BETWEEN_LINES and record["window"] != setup.options.steps:
-            return None
-        last = time.monotonic()
-        return _line(record, setup)
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES or step == setup.options.steps:
+            last = time.monotonic()
+            console.print(_line(metrics, step, setup.options), markup=False, soft_wrap=True)
 
-    return line_of
+    return show
 
 
-def _line(reading: Mapping[str, Any], setup: Setup) -> str:
-    metrics, context = reading["metrics"], setup.options.context
-    speed = metrics["run/units_per_second"]
-    bytes_per_second = count(None if speed is None else speed * context)
+def _line(metrics: Mapping[str, float], step: int, options: DemoOptions) -> str:
+    speed, known = metrics.get("run/units_per_second"), logged_interval(metrics, NOISE_SCALE)
+    scale = f"{known.in_words} sequences" if known.low is not None else known.in_words
     return (
-        f"step {reading['window']}/{setup.options.steps}, loss {number(metrics['loss'])} nats per byte, B_simple "
-        f"{_noise_scale(reading)}, {bytes_per_second} bytes/s, probe {percent(metrics['cost/fraction'])} of the time"
+        f"step {step}/{options.steps}, loss {number(metrics.get('sonde/loss'))} nats per byte, B_simple {scale}, "
+        f"{count(speed and speed * options.context)} bytes/s, probe {percent(metrics.get('cost/fraction'))} of the time"
     )
-
-
-def _noise_scale(reading: Mapping[str, Any]) -> str:
-    known = logged_interval(reading["metrics"], NOISE_SCALE)
-    if known.status == "unresolved":
-        return f"not known yet ({reading['reason']})"
-    return in_units(known.ratio, known.low, known.high, "sequences")
