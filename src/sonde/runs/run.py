@@ -371,11 +371,6 @@ class Run:
         """The run's name; the name of its folder if the run was given none."""
         return self.header.run or self.path.resolve().parent.name
 
-    def mean(self, metric: str) -> float | None:
-        """The mean of a metric over all readings of the noise scale that know it; None if none does."""
-        known = [value for reading in self.readings if (value := reading.metrics.get(metric)) is not None]
-        return sum(known) / len(known) if known else None
-
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """One metric over the run. Readings that do not know the metric are left out.
 

@@ -109,5 +109,5 @@ def _facts(run: Run) -> list[str]:
     facts = [f"Started {moment(began)}", f"last reading {duration(max(last.time - began, 0))} later"]
     facts.append(position_text(last, run.probe("reading").unit))
     facts += run.remarks
-    facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
-    return facts
+    goes_on = "no end recorded: the run is still going on, or it was cut off"
+    return [*facts, goes_on if run.ended is None else f"ended: {run.ended}"]
