@@ -31,9 +31,9 @@ from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.probe import Probe, ReportSection, RolloutProbe
 from sonde.records import RunLog
-from sonde.runs.reader import read_run, read_windows
+from sonde.runs.reader import read_run
 from sonde.runs.report.write import write_report
-from sonde.runs.run import Run, WindowReading
+from sonde.runs.run import Run
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.sink import Sink
 from sonde.stats.columns import Metric
@@ -84,7 +84,6 @@ __all__ = [
     "WandbSink",
     "Wanted",
     "WindowEstimate",
-    "WindowReading",
     "__version__",
     "attach",
     "clip_grad_norm_",
@@ -97,7 +96,6 @@ __all__ = [
     "measure",
     "noise_scale",
     "read_run",
-    "read_windows",
     "steps_and_examples",
     "write_report",
 ]

@@ -143,7 +143,7 @@ def known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 def as_json(value: Any) -> Any:
     """A value as records hold it: a dataclass by the names of its fields, a number that is not finite as None."""
     if dataclasses.is_dataclass(value):
-        value = vars(value)
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {name: as_json(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

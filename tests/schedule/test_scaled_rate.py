@@ -18,6 +18,7 @@ from sonde.decision.facts import FROM_HERE_ON, facts_of
 from sonde.decision.rate_rules import adam_settings, rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.scaled_rate import ScaledRate
+from tests.runs.logged_windows import logged_windows
 from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches, train
 from tests.schedule.replays import now_from, replayed
 
@@ -69,7 +70,7 @@ def test_any_schedule_of_the_rate_composes(kind: str, tmp_path: Path) -> None:
         for _ in range(n // 2):  # smallest batches
             same.step()
     assert torch.equal(model.weight, by_hand.weight)
-    logged = [window.metrics["gns/learning_rate"] for window in sonde.read_windows(tmp_path)]
+    logged = [window["metrics"]["gns/learning_rate"] for window in logged_windows(tmp_path)]
     assert logged == pytest.approx(rates, rel=1e-12)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.log.lines import LONGEST_LINE, begins_header, last_run, lines_of, parse_record
-from sonde.log.sinks import RECORDS_NAME, other_unit
+from sonde.log.lines import LONGEST_LINE, begins_header, last_run, parse_record
+from sonde.log.sinks import RECORDS_NAME
+from sonde.log.values import count, filled, read_as
 from sonde.record_values import SCHEMA
 from sonde.runs.run import (
     Alert,
@@ -21,11 +22,11 @@ from sonde.runs.run import (
     ProbeSetup,
     Reading,
     Run,
-    WindowReading,
 )
-from sonde.runs.values import count, filled, read_as
 from sonde.wording import plural
 
+_UNWANTED = b'{"kind":"window"'
+"""The beginning of lines that are passed over. Not parsing them saves most of the time that they take."""
 ADVICE = "give a folder that sonde wrote"
 """What to do with a file that is not a run's log."""
 _KINDS: dict[str, tuple[str, type]] = {
@@ -55,49 +56,6 @@ def read_run(path: str | Path) -> Run:
     return Contents(find_records(path)).read_on(is_whole=True)
 
 
-def read_windows(path: str | Path) -> Iterator[WindowReading]:
-    """The windows of a log's last run (`RunLog(log_windows=True)`), one after the other, in little memory.
-
-    Args:
-        path: the run's folder, or the `.jsonl` file itself.
-
-    Raises:
-        FileNotFoundError: when there is no such folder or no log in it.
-        ValueError: when the file is not a run's log, was written by another version of sonde, or is damaged other than
-            by a crash.
-
-    Example:
-        >>> import tempfile
-        >>> import sonde, torch
-        >>> folder = tempfile.mkdtemp()
-        >>> model = torch.nn.Linear(4, 1)
-        >>> log = sonde.RunLog(sonde.JsonlSink(folder), log_windows=True)
-        >>> with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
-        ...     for _ in range(3):
-        ...         for _ in range(2):
-        ...             with probe.piece(units=8):
-        ...                 model(torch.randn(8, 4)).square().mean().backward()
-        ...         probe.step()
-        ...         model.zero_grad()
-        >>> [window.window for window in sonde.read_windows(folder)]
-        [1, 2, 3]
-    """
-    file = find_records(path)
-    lines = _WholeLines(file, unwanted=b'{"kind":"reading"')
-    segment = -1
-    for line in lines_of(file, advice=ADVICE):
-        if (record := lines.record(line)) is None:
-            continue
-        try:
-            if record["kind"] == "header":
-                segment += 1
-                _check_schema(file, record)
-            elif record["kind"] == "window":
-                yield filled(WindowReading, record, segment=segment)
-        except (KeyError, TypeError, OverflowError, AttributeError) as error:
-            _refuse(file, lines.number, error)
-
-
 def find_records(path: str | Path) -> Path:
     """The log file of a run.
 
@@ -125,54 +83,6 @@ def find_records(path: str | Path) -> Path:
     return path
 
 
-class _WholeLines:
-    """Reads the lines of a log one after the other, and tells records of its last run from lines that a crash tore.
-
-    Args:
-        file: the log.
-        unwanted: the beginning of lines to pass over. Not parsing them saves most of the time that they take.
-
-    Attributes:
-        last: where the last run begins.
-        number: of the last line, from 1.
-        torn: the lines that a restart follows, in words.
-    """
-
-    def __init__(self, file: Path, *, unwanted: bytes) -> None:
-        self.last = last_run(file, advice=ADVICE)
-        self.number = 0
-        self.torn: list[str] = []
-        self._file, self._unwanted = file, unwanted
-        self._cut: tuple[int, bytes] | None = None
-        """A torn line whose next line was not read yet, with its number."""
-
-    def record(self, line: bytes) -> dict[str, Any] | None:
-        """The record on the next line; None if the line is torn, not wanted, or of an earlier run.
-
-        Raises:
-            ValueError: when the file is damaged other than by a crash.
-        """
-        self.number += 1
-        if self.number <= self.last.lines_before:
-            return None
-        if self._cut is not None:
-            self.torn.append(_torn_within(self._file, self._cut, line))
-            self._cut = None
-        if line.startswith(self._unwanted) and line.endswith(b"}"):
-            return None
-        if (record := parse_record(line)) is None:
-            self._cut = self.number, line
-        return record
-
-    def all_torn(self) -> list[str]:
-        """The lines that are torn if no line follows, in words."""
-        if self._cut is None:
-            return self.torn
-        n_before = self._cut[0] - 1
-        last = f"line {n_before + 1}, the last one, is cut off in the middle: the {n_before} before it were read"
-        return [*self.torn, last]
-
-
 def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:
     number, line = torn
     if begins_header(following):
@@ -181,21 +91,6 @@ def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:
         f"{file} is damaged: line {number} is not a JSON object, got {line[:40]!r}, and no restart follows it: "
         "remove that line from a copy and read the copy"
     )
-
-
-def _refuse(file: Path, line: int, error: Exception) -> NoReturn:
-    found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-    raise ValueError(
-        f"line {line} of {file} is not a record of schema {SCHEMA}: {found}. Was it written by another program?"
-    ) from error
-
-
-def _check_schema(file: Path, header: Mapping[str, Any]) -> None:
-    if header["schema"] != SCHEMA:
-        raise ValueError(
-            f"{file} was written with record schema {header['schema']!r}, expected {SCHEMA}: read it with the version "
-            "of sonde that wrote it"
-        )
 
 
 class Contents:
@@ -214,13 +109,35 @@ class Contents:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.end = 0
-        self._lines = _WholeLines(file, unwanted=b'{"kind":"window"')
-        self._units: dict[str, str] = {}
+        self._last = last_run(file, advice=ADVICE)
+        self._n_lines = 0
+        self._torn: list[str] = []
+        """The lines that a restart follows, in words."""
+        self._cut: tuple[int, bytes] | None = None
+        """A torn line whose next line was not read yet, with its number."""
         self._headers: list[Header] = []
         self._readings: list[Reading] = []
         self._others: dict[str, list[Any]] = {name: [] for name, _ in _KINDS.values()}
         self._ended: str | None = None
         self._n_fresh = 0
+
+    def _record(self, line: bytes) -> dict[str, Any] | None:
+        """The record on the next line; None if the line is torn, not wanted, or of an earlier run.
+
+        Raises:
+            ValueError: when the file is damaged other than by a crash.
+        """
+        self._n_lines += 1
+        if self._n_lines <= self._last.lines_before:
+            return None
+        if self._cut is not None:
+            self._torn.append(_torn_within(self.file, self._cut, line))
+            self._cut = None
+        if line.startswith(_UNWANTED) and line.endswith(b"}"):
+            return None
+        if (record := parse_record(line)) is None:
+            self._cut = self._n_lines, line
+        return record
 
     def _add(self, record: Mapping[str, Any]) -> None:
         """Add a record as it was written; one of a kind that this version does not know is skipped.
@@ -228,7 +145,7 @@ class Contents:
         Raises:
             KeyError: when something is missing.
             TypeError: when something is of another kind than the schema says.
-            ValueError: for another schema or another unit.
+            ValueError: for another schema.
         """
         segment = len(self._headers) - 1
         match kind := record["kind"]:
@@ -236,7 +153,7 @@ class Contents:
                 self._add_header(record)
             case "probe":
                 header = self._headers[-1]
-                self._headers[-1] = replace(header, probes=(*header.probes, self._probe(record)))
+                self._headers[-1] = replace(header, probes=(*header.probes, filled(ProbeSetup, record)))
             case "reading":
                 self._add_reading(record, segment)
             case "details" if self._readings:  # the groups of the last reading, which was written without them
@@ -251,19 +168,13 @@ class Contents:
                 self._n_fresh += 1
 
     def _add_header(self, record: Mapping[str, Any]) -> None:
-        _check_schema(self.file, record)
-        self._headers.append(filled(Header, record, probes=(self._probe(record),)))
-        self._ended = None
-
-    def _probe(self, record: Mapping[str, Any]) -> ProbeSetup:
-        probe = filled(ProbeSetup, record)
-        if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
+        if (schema := record["schema"]) != SCHEMA:
             raise ValueError(
-                f"{self.file} holds runs measured in {other!r} and in {probe.unit!r}, "
-                "expected one unit: log each run to its own folder"
+                f"{self.file} was written with record schema {schema!r}, expected {SCHEMA}: read it with the version "
+                "of sonde that wrote it"
             )
-        self._units[probe.writes] = probe.unit
-        return probe
+        self._headers.append(filled(Header, record, probes=(filled(ProbeSetup, record),)))
+        self._ended = None
 
     def _add_reading(self, record: Mapping[str, Any], segment: int) -> None:
         last = self._readings[-1] if self._readings else None
@@ -296,11 +207,18 @@ class Contents:
             while (line := log.readline(LONGEST_LINE + 1)) and (is_whole or line.endswith(b"\n")):
                 self.end += len(line)
                 try:
-                    if (record := self._lines.record(line.removesuffix(b"\n"))) is not None:
+                    if (record := self._record(line.removesuffix(b"\n"))) is not None:
                         self._add(record)
                 except (KeyError, TypeError, OverflowError, AttributeError) as error:
-                    _refuse(self.file, self._lines.number, error)
-        torn = self._lines.all_torn() if is_whole else self._lines.torn
+                    found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+                    raise ValueError(
+                        f"line {self._n_lines} of {self.file} is not a record of schema {SCHEMA}: {found}. Was it "
+                        "written by another program?"
+                    ) from error
+        torn = [*self._torn]
+        if is_whole and self._cut is not None:
+            n = self._cut[0] - 1
+            torn.append(f"line {n + 1}, the last one, is cut off in the middle: the {n} before it were read")
         if not self._headers:
             raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")
         others = {name: tuple(of) for name, of in self._others.items()}
@@ -310,7 +228,7 @@ class Contents:
             tuple(self._readings),
             ended=self._ended,
             torn="; ".join(torn) or None,
-            earlier_runs=self._lines.last.runs_before,
+            earlier_runs=self._last.runs_before,
             **others,
         )
 
