@@ -52,7 +52,6 @@ def attach(
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     log: LogOrPlaces = None,
-    horizon: float | None = None,
     trainer: str = PLAIN_LOOP,
     verbose: bool = True,
 ) -> NoiseScaleProbe:
@@ -94,7 +93,6 @@ def attach(
         comm_state: the state that the hook is called with.
         log: of the run; give the same log to every probe of the run. Or what `RunLog` takes, for a log of its own: a
             folder as "runs/my-run", "wandb" or another tracker, a function, or several of these in a list.
-        horizon: not used: the noise scale now has no horizon. Loops that were written for averages over one pass it.
         trainer: that runs the loop, such as "Megatron": `sonde advise` says how a batch size is set there. Integrations
             say it by themselves.
         verbose: print the setup that was found, on rank 0.

@@ -79,7 +79,7 @@ def branch_page(branches: Branches) -> str:
         alerts_title="Noticed in these branches",
         alerts=[{"message": sentence} for sentence in noticed],
         panels=[_panel(branches)],
-        rows=[*_how_measured(branches), Row("Alerts", tuple(noticed[5:]) or ("None more.",))],
+        rows=[*_how_measured(branches), Row("Alerts", tuple(noticed[5:]))],
         source="these branches",
     )
 

@@ -21,7 +21,7 @@ _OF_STATUS: dict[str, tuple[Mark, str, str, dict[str, Any]]] = {
     "resolved": ("whisker", BLUE, "{what}, with its 95 % interval", {"marker": "circle"}),
     "lower_bound": ("right", GREY, "lower bound: the {what} lies above", {"marker": "triangle", "angle": -math.pi / 2}),
     "upper_bound": ("left", GREY, "upper bound: the {what} lies below", {"marker": "triangle", "angle": math.pi / 2}),
-    "unresolved": ("cross", GREY, "not known", {"marker": "x"}),
+    "unresolved": ("cross", GREY, "not known, or not to be trusted", {"marker": "x"}),
 }
 
 
