@@ -48,8 +48,8 @@ def demo(seed: int, steps: int) -> Recorded:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(EntropyDemoOptions(steps=steps, every=EVERY, seed=seed), folder)
-        probe = {"entropy_probe": {"enabled": True, "every": EVERY, "budget": None, "micro_batch_prompts": 16}}
-        probes = sonde.integrations.trl.attach(trainer, probe, evaluation_prompts=32, on_error="raise")
+        options = sonde.EntropyChangeOptions(every=EVERY, micro_batch_prompts=16)
+        probes = sonde.integrations.trl.attach(trainer, options, evaluation_prompts=32, on_error="raise")
         trainer.train()
         probes.close()
     points = [forecast_point(step, f.metrics(), reason=f.reason) for step, f in probes.forecasts]

@@ -167,11 +167,10 @@ def run(way: str, seed: int) -> list[Step]:
         if way == "without":
             watch.dropping = Dropping(trainer)
             trainer.add_callback(watch.dropping)
-        entropy = {"enabled": True, "every": 1, "budget": None, "micro_batch_prompts": _PROMPTS}
         watch.trainer = trainer
         watch.probes = integration.attach(
             trainer,
-            {"entropy_probe": entropy},
+            EntropyChangeOptions(micro_batch_prompts=_PROMPTS),
             evaluation_prompts=_PROMPTS,
             coefficient_to_hold=way == "coefficient",
             on_error="raise",

@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.machine import describe
 from sonde.demos.arithmetic import task
 from sonde.integrations import trl as integration
+from sonde.policy.entropy_options import EntropyChangeOptions
 
 STEPS, MEASURED_FROM, EVERY = 40, 16, 4
 _SHARED = {"vocab_size": len(task.VOCABULARY), "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
@@ -142,7 +143,7 @@ def measure(line: Line) -> Found:
         watched = _trainer(line, folder)
         probes = integration.attach(
             watched,
-            {"entropy_probe": {"enabled": True, "every": EVERY, "budget": None, "micro_batch_prompts": 16}},
+            EntropyChangeOptions(every=EVERY, micro_batch_prompts=16),
             evaluation_prompts=32,
             rollouts=True,
             on_error="raise",

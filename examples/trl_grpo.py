@@ -35,8 +35,7 @@ with tempfile.TemporaryDirectory() as folder:
         ),
     )
     # Every tenth step, however much of the time that takes: by default it is 5 % at most.
-    config = {"entropy_probe": {"enabled": True, "every": 10, "budget": None}}
-    probes = sonde.integrations.trl.attach(trainer, config, causes=True)
+    probes = sonde.integrations.trl.attach(trainer, sonde.EntropyChangeOptions(every=10), causes=True)
     trainer.train()
 
 for step, forecast in probes.forecasts:

@@ -55,7 +55,7 @@ with tempfile.TemporaryDirectory() as folder:
             disable_tqdm=True,
         ),
     )
-    config = {"entropy_probe": {"enabled": True, "every": 1, "budget": None, "micro_batch_prompts": 16}}
-    probes = sonde.integrations.trl.attach(trainer, config, coefficient_to_hold=True)
+    options = sonde.EntropyChangeOptions(micro_batch_prompts=16)
+    probes = sonde.integrations.trl.attach(trainer, options, coefficient_to_hold=True)
     trainer.add_callback(HoldEntropy())  # after sonde's own callback
     trainer.train()

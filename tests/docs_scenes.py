@@ -306,12 +306,12 @@ def of_trl() -> Names:
 @scene("configuration.md")
 def configuration(page: Page) -> None:
     (file,) = re.findall(r"```yaml\n(.*?)```", page.path.read_text(), flags=re.S)
-    Path("probes.yaml").write_text(file)
+    Path("training.yaml").write_text(file)
     names = reinforcement()
     micros = [[small_policy.drawn(names["model"], 8 * k + 4 * i, 2, seed=k + i) for i in range(2)] for k in range(3)]
     names |= {"loader": micros, "loss_of": small_policy.loss}
     page.run(names)  # attach
-    assert set(names["probes"]) == {"gns_probe", "entropy_probe"}
+    assert names["probe"].reading().unit == "sequences"
     page.run(names)  # the loop
     run = sonde.read_run("runs/my-run")
     assert run.readings[-1].metrics["gns/units_per_window"] == 16

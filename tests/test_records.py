@@ -237,13 +237,16 @@ def test_two_probes_of_one_kind_need_two_logs() -> None:
             log.end("done", window=1)
 
 
-def test_units_of_every_start_are_compared(tmp_path: Path) -> None:
-    sonde.PolicyLog(sonde.RunLog(sonde.JsonlSink(tmp_path))).end("first")
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_run_in_another_unit_is_a_run_of_its_own(first: int, tmp_path: Path) -> None:
+    """Also where the run before has ended before its first reading."""
     model = nn.Linear(3, 1)
-    sonde.attach(model, unit="sequences", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False).close("second")
-    with pytest.raises(ValueError, match="measured in 'sequences', got a probe that measures in 'images'"):
-        sonde.attach(model, unit="images", log=sonde.RunLog(sonde.JsonlSink(tmp_path)), verbose=False)
-    assert sonde.read_run(tmp_path).ended == "second"
+    for unit, n in (("sequences", first), ("images", 3)):
+        with sonde.attach(model, unit=unit, every=1, log=sonde.RunLog(tmp_path, every=1), verbose=False) as probe:
+            windows_of_rows(probe, model, n)
+    run = sonde.read_run(tmp_path)
+    assert [reading.window for reading in run.readings] == [1, 2, 3]
+    assert (run.probe("reading").unit, run.readings[-1].metrics["run/units_seen"]) == ("images", 3 * 8)
 
 
 def test_a_restart_without_one_of_the_probes_keeps_its_setup(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.setup import NoiseScaleOptions
 from sonde.batch_size.stats.noise_scale import WindowEstimate, noise_scale
 from sonde.batch_size.stats.reading import GroupReading, NoiseScaleReading
-from sonde.config import ProbesConfig, probes_from_config
 from sonde.decision.decide import Decision, Wanted, decide
 from sonde.decision.facts import Facts
 from sonde.decision.law import Tradeoff, steps_and_examples
@@ -30,11 +29,11 @@ from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_comparison import EntropyComparison
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
-from sonde.probe import Partners, Probe, ProbeConfig, ReportSection, RolloutProbe
+from sonde.probe import Probe, ReportSection, RolloutProbe
 from sonde.records import RunLog
-from sonde.runs.reader import read_run, read_windows
+from sonde.runs.reader import read_run
 from sonde.runs.report.write import write_report
-from sonde.runs.run import Run, WindowReading
+from sonde.runs.run import Run
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.sink import Sink
 from sonde.stats.columns import Metric
@@ -63,15 +62,12 @@ __all__ = [
     "NormPlan",
     "NotCoveredError",
     "OuterProducts",
-    "Partners",
     "PerExampleNorms",
     "PerExampleSquares",
     "PolicyEntropy",
     "PolicyEntropyProbe",
     "PolicyLog",
     "Probe",
-    "ProbeConfig",
-    "ProbesConfig",
     "PromptNoiseProbe",
     "PromptNoiseReading",
     "RatioInterval",
@@ -88,7 +84,6 @@ __all__ = [
     "WandbSink",
     "Wanted",
     "WindowEstimate",
-    "WindowReading",
     "__version__",
     "attach",
     "clip_grad_norm_",
@@ -100,9 +95,7 @@ __all__ = [
     "group_parameters_for_norm",
     "measure",
     "noise_scale",
-    "probes_from_config",
     "read_run",
-    "read_windows",
     "steps_and_examples",
     "write_report",
 ]

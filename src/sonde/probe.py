@@ -1,4 +1,4 @@
-"""What probes have in common: the two protocols, what a probe declares, and what its configuration needs."""
+"""What probes have in common: the two protocols, and what a probe declares."""
 
 from __future__ import annotations
 
@@ -42,40 +42,6 @@ class RolloutProbe(Protocol):
 
     def close(self) -> None:
         """Remove everything that was installed. May be called twice."""
-
-
-@dataclass(frozen=True)
-class Partners:
-    """What a probe may need beside its configuration.
-
-    Attributes:
-        model: to be measured.
-        optimizer: its optimizer.
-        log: the `RunLog`; None for none.
-        token_statistics: scores responses; None for those of a causal language model.
-        sampler: draws fresh responses; None for none.
-        grad_scaler: in use; None for none.
-        process_group: the ranks that hold different data; None for those of the model's wrapper.
-    """
-
-    model: Any
-    optimizer: Any
-    log: Any = None
-    token_statistics: Any = None
-    sampler: Any = None
-    grad_scaler: Any = None
-    process_group: Any = None
-
-
-class ProbeConfig(Protocol):
-    """The configuration of one probe: a frozen dataclass, whose fields are the options of a YAML file."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the probe is wanted."""
-
-    def attach(self, partners: Partners) -> Probe | RolloutProbe:
-        """Make the probe."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,8 @@ SETTINGS: dict[str, type] = {
     **dict.fromkeys(("ranks", "parameters", "batch_norms", "log_every"), int),
     "level": float,
     **dict.fromkeys(("groups", "further_units", "optimizer_settings"), list),
-    **dict.fromkeys(("wrapper", "device", "tap", "metric", "budget", "allowance", "every", "evaluation"), object),
-    **dict.fromkeys(("optimizer", "optimizer_kind", "trainer", "sync_batch_norms", "fixed_weights"), object),
 }
-"""What a report has words for in a probe's set-up, and of which kind it must be. It shows the rest as it is."""
+"""What a report computes with in a probe's set-up, and of which kind it must be. It shows the rest as it is."""
 
 _PYTHON_KINDS: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), list: (list, tuple)}
 
@@ -54,7 +52,7 @@ def check_setup(setup: Mapping[str, object]) -> None:
     """
     for name, kind in SETTINGS.items():
         value = setup.get(name)
-        if kind in _PYTHON_KINDS and not (value is None or _is_of(_PYTHON_KINDS[kind], value)):
+        if not (value is None or _is_of(_PYTHON_KINDS[kind], value)):
             raise ValueError(
                 f"{name!r} in a set-up must be of the kind {kind.__name__}, which reports compute with, got "
                 f"{value!r:.60}: give it another name"
@@ -145,7 +143,7 @@ def known(metrics: Mapping[str, float | None]) -> dict[str, float]:
 def as_json(value: Any) -> Any:
     """A value as records hold it: a dataclass by the names of its fields, a number that is not finite as None."""
     if dataclasses.is_dataclass(value):
-        value = vars(value)
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {name: as_json(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

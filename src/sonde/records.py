@@ -38,12 +38,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from sonde.log.sinks import BRANCH_FOLDER, JsonlSink
 from sonde.log.trackers import sinks_for
 from sonde.probe import Probe, ReportSection, RolloutProbe
 from sonde.record_values import SCHEMA, check_setup, metric_values, step_number, whole_number
-from sonde.sink import RecordWriter
+from sonde.sink import GuardedSink
 from sonde.stats.columns import Columns
 from sonde.version import __version__
 
@@ -59,7 +60,7 @@ METRIC_NAME = r"[A-Za-z0-9_/]+"
 """What every tracker accepts."""
 
 
-class RunLog(RecordWriter):
+class RunLog:
     """The log of one run: give the same object to every probe of the run.
 
     Make it on every rank alike; records are written on rank 0 only, and never by a child that a rank forks. A sink that
@@ -75,7 +76,7 @@ class RunLog(RecordWriter):
         every: windows between two readings of the noise scale. It doubles after 2,000 readings, and each time that
             the run is twice as long again, so that a log of 10 million windows has about 11,000 readings.
         log_windows: also write tr Σ and |G|² of each window alone, for the whole model and for each group, a line
-            each. `sonde.read_windows` reads them.
+            each, of the kind "window".
 
     Raises:
         ValueError: for sinks that cannot write, or an `every` below 1.
@@ -103,7 +104,12 @@ class RunLog(RecordWriter):
             checked = (*checked, JsonlSink(folder))  # `sonde branch` reads the log of each branch
         every = whole_number("every must be a whole number of windows", every)
         self.run, self.metadata, self.every, self.log_windows = run, dict(metadata or {}), every, log_windows
-        super().__init__(checked)
+        self.alerts: dict[str, str] = {}
+        """Sinks that write no more, or have refused a record: a message by name."""
+        self._sinks = tuple(GuardedSink(sink, self.alerts) for sink in checked)
+        self._is_first_rank: bool | None = None
+        self._pid: int | None = None
+        """Of the process in which the log began."""
         self._files = [sink for sink in checked if isinstance(sink, JsonlSink)]
         self._metrics: dict[str, Writes] = {}
         """The kind of record that each metric is written in."""
@@ -117,6 +123,39 @@ class RunLog(RecordWriter):
     def folder(self) -> Path | None:
         """Of the log that reports are made from; None without one."""
         return next((sink.path.parent for sink in self._files), None)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether records go anywhere still."""
+        return any(sink.is_open for sink in self._sinks)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes. Decided when the log begins: the process group may be gone when it ends."""
+        if self._is_first_rank is not None:
+            return self._is_first_rank
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether this is the process whose log it is: rank 0, and no child that rank 0 has forked."""
+        return self.is_first_rank and self._pid in (None, os.getpid())
+
+    def write(self, kind: str, **content: object) -> None:
+        """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
+        self._hand_over(kind, content, raises=False)
+
+    def _hand_over(self, kind: str, content: Mapping[str, object], *, raises: bool) -> None:
+        """Hand one record to the sinks; `raises`: raise what a sink raises that must begin."""
+        if self._may_write:
+            record = {"kind": kind, "time": time.time(), **content}
+            for sink in self._sinks:
+                sink.write(record, raises=raises)
+
+    def _close_sinks(self) -> None:
+        if self._may_write:
+            for sink in self._sinks:
+                sink.close()
 
     def begin(
         self,
@@ -184,16 +223,16 @@ class RunLog(RecordWriter):
         if sections:
             described["sections"] = [asdict(section) for section in sections]
         if self._has_begun:
-            self.hand_over({"kind": "probe", "time": time.time(), **described}, raises=raises)
+            self._hand_over("probe", described, raises=raises)
         else:
             versions = {"sonde": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
-            header = {"kind": "header", "time": time.time(), "schema": SCHEMA, "run": self.run, **described}
-            self.begin_here()
+            described |= {"schema": SCHEMA, "run": self.run, "versions": versions, "metadata": self.metadata}
+            self._is_first_rank, self._pid = self.is_first_rank, os.getpid()
             try:
-                self.hand_over({**header, "versions": versions, "metadata": self.metadata}, raises=raises)
+                self._hand_over("header", described, raises=raises)
             except Exception:  # a log without its header is no log
                 self._has_ended = True
-                self.close_sinks()
+                self._close_sinks()
                 raise
             self._has_begun = True
         self._metrics |= dict.fromkeys(metrics, writes)
@@ -264,7 +303,7 @@ class RunLog(RecordWriter):
         self._has_ended = True
         self._own = {}
         self.write("end", window=window, reason=reason)
-        self.close_sinks()
+        self._close_sinks()
 
 
 _made_up: set[Path] = set()
@@ -283,16 +322,15 @@ def _folder_of(run: str) -> Path:
     return folder
 
 
-def log_of(log: LogOrPlaces, *, every: int = 10) -> RunLog:
+def log_of(log: LogOrPlaces) -> RunLog:
     """The log passed as `log=`.
 
     Args:
         log: None for a log without sinks.
-        every: windows between readings of a log that is made here.
 
     Raises:
         ValueError: for something else than a log or places for records.
     """
     if isinstance(log, RunLog):
         return log
-    return RunLog(() if log is None else log, every=every)
+    return RunLog(() if log is None else log)

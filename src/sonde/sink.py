@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
-
-import torch.distributed as dist
 
 logger = logging.getLogger("sonde")
 
@@ -101,56 +97,3 @@ class GuardedSink:
             self._sink.close()
         except Exception as error:  # the others must be closed too; what was written stays
             logger.error("sonde: %s could not be closed: %s", self._name, error)
-
-
-class RecordWriter:
-    """Writes on rank 0 alone, and never in a child that this process forks.
-
-    Args:
-        sinks: where records go.
-    """
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.alerts: dict[str, str] = {}
-        """Sinks that write no more, or have refused a record: a message by name."""
-        self._sinks = tuple(GuardedSink(sink, self.alerts) for sink in sinks)
-        self._is_first_rank: bool | None = None
-        self._pid: int | None = None
-        """Of the process in which the log began."""
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether records go anywhere still."""
-        return any(sink.is_open for sink in self._sinks)
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this rank writes. Decided when the log begins: the process group may be gone when it ends."""
-        if self._is_first_rank is not None:
-            return self._is_first_rank
-        return not dist.is_initialized() or dist.get_rank() == 0
-
-    @property
-    def _may_write(self) -> bool:
-        """Whether this is the process whose log it is: rank 0, and no child that rank 0 has forked."""
-        return self.is_first_rank and self._pid in (None, os.getpid())
-
-    def write(self, kind: str, **content: object) -> None:
-        """Hand one record to the sinks. What a sink raises is logged, and does not end the run."""
-        self.hand_over({"kind": kind, "time": time.time(), **content})
-
-    def begin_here(self) -> None:
-        """From now on, this process writes, if it is the first rank's."""
-        self._is_first_rank, self._pid = self.is_first_rank, os.getpid()
-
-    def hand_over(self, record: Mapping[str, object], *, raises: bool = False) -> None:
-        """Hand one record to the sinks; `raises`: raise what a sink raises that must begin."""
-        if self._may_write:
-            for sink in self._sinks:
-                sink.write(record, raises=raises)
-
-    def close_sinks(self) -> None:
-        """Close the sinks."""
-        if self._may_write:
-            for sink in self._sinks:
-                sink.close()

@@ -151,6 +151,16 @@ def plural(n: int, singular: str) -> str:
     return f"{n:,} {singular}{'' if n == 1 else 's'}"
 
 
+def capital(text: str) -> str:
+    """The text with a capital letter first.
+
+    Example:
+        >>> capital("iPads"), capital("")
+        ('IPads', '')
+    """
+    return text[:1].upper() + text[1:]
+
+
 def some_of(names: Sequence[str], most: int = 1) -> str:
     """The first of some names, with an ellipsis if there are more.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sonde.demos.byte_lm.options import DemoOptions, decide
+from sonde.demos.byte_lm.options import DemoOptions
 from sonde.demos.byte_lm.run import end
 from sonde.runs.reader import read_run
 from tests.new_process import Python
@@ -104,7 +104,7 @@ def test_the_demo_learns_logs_and_says_what_it_does(tmp_path: Path, monkeypatch:
 
     monkeypatch.setitem(sys.modules, "bokeh", None)  # 'import bokeh' raises ImportError
     screen = io.StringIO()
-    end(decide(DemoOptions(), folder, n_cores=2), Console(file=screen, width=100))
+    end(DemoOptions(), folder, Console(file=screen, width=100))
     needed = "the report needs bokeh: pip install 'gradsonde[report]', then run: sonde report"
     assert f"report  {needed} {folder}" in screen.getvalue()
 

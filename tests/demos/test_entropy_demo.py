@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +16,6 @@ pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = pytest.mark.slow
 
 SMALL = ["--steps", "4", "--every", "2"]
-
-
-@pytest.fixture(autouse=True)
-def _level() -> Iterator[None]:
-    """The demo shows alerts itself, and silences sonde's logger for the rest of its process."""
-    logger = logging.getLogger("sonde")
-    before = logger.level
-    yield
-    logger.setLevel(before)
 
 
 @pytest.mark.filterwarnings("ignore")

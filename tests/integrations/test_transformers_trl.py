@@ -92,11 +92,9 @@ def test_preferences_are_counted_in_pairs(tmp_path: Path, trainer_of: Any) -> No
 
 def test_trainers_whose_samples_depend_on_each_other(tmp_path: Path) -> None:
     grpo = grpo_trainer_of(tmp_path)
-    with pytest.raises(ValueError, match=r"measured in prompts: use sonde\.integrations\.trl\.attach\(trainer, \{'gns"):
+    with pytest.raises(ValueError, match=r"measured in prompts: use sonde\.integrations\.trl\.attach\(trainer, noise_"):
         integration.attach(grpo)
-    sonde.integrations.trl.attach(grpo, {"gns_probe": {"enabled": True, "unit": "prompts"}}).close()
-    with pytest.raises(ValueError, match=r"gns_probe: the unit is prompts with TRL, got 'completions'"):
-        sonde.integrations.trl.attach(grpo, {"gns_probe": {"enabled": True, "unit": "completions"}})
+    sonde.integrations.trl.attach(grpo, None, noise_every=10).close()
 
 
 def test_a_trainer_of_trl_whose_samples_are_not_known_needs_units(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sonde.integrations import trl as integration  # noqa: E402
 from sonde.integrations.trl_rollouts import GROUP, USED  # noqa: E402
 from sonde.log.sinks import JsonlSink  # noqa: E402
 from sonde.parallel.unwrap import unwrap_optimizer  # noqa: E402
+from sonde.policy.entropy_options import EntropyChangeOptions  # noqa: E402
 from sonde.records import RunLog  # noqa: E402
 from sonde.runs.reader import read_run  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
@@ -46,8 +47,7 @@ def test_training_is_the_same_to_the_bit_and_its_causes_are_explained(tmp_path: 
     plain.train()
     watched = trainer_of(tmp_path / "watched", steps=4, **options)
     holds = options == {"loss_type": "grpo"}
-    config = {"entropy_probe": {"enabled": True, "every": 3, "budget": None}}
-    probes = integration.attach(watched, config, causes=True, coefficient_to_hold=holds)
+    probes = integration.attach(watched, EntropyChangeOptions(every=3), causes=True, coefficient_to_hold=holds)
     watched.train()
     assert torch.equal(weights(plain), weights(watched))
     assert [step for step, _ in probes.forecasts] == [1, 4]
@@ -119,7 +119,7 @@ def test_guard_trl_logs_what_its_metrics_hold(tmp_path: Path) -> None:
 
 def test_each_completion_keeps_its_prompt_through_shuffle_and_split(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=3)
-    integration.attach(trainer, {"entropy_probe": {"enabled": True, "budget": None}})
+    integration.attach(trainer, EntropyChangeOptions(every=10))
     tokens = trainer.processing_class
     seen: dict[int, set[str]] = {}
     counted: dict[int, int] = {}
@@ -141,7 +141,7 @@ def test_each_completion_keeps_its_prompt_through_shuffle_and_split(tmp_path: Pa
 def test_scores_agree_with_the_trainers_own(tmp_path: Path) -> None:
     """With padding on both sides: log-probabilities and entropies beside TRL's fused head."""
     trainer = trainer_of(tmp_path, steps=1, temperature=0.7)
-    probes = integration.attach(trainer, {"policy_entropy_probe": {"enabled": True}})
+    probes = integration.attach(trainer)
     trainer.train()
     rollouts = probes._rollouts.window()
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_evaluation_takes_other_prompts_or_the_windows_own(tmp_path: Path, evalu
     trainer = trainer_of(tmp_path, steps=2)
     probes = integration.attach(
         trainer,
-        {"entropy_probe": {"enabled": True, "every": 1, "budget": None}},
+        EntropyChangeOptions(),
         evaluation=evaluation,
         evaluation_prompts=6,
     )
@@ -194,7 +194,7 @@ def test_evaluation_takes_other_prompts_or_the_windows_own(tmp_path: Path, evalu
 
 def test_completions_whose_mask_trl_empties_are_left_out(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, steps=3, max_completion_length=2, mask_truncated_completions=True)
-    probes = integration.attach(trainer, {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}, causes=True)
+    probes = integration.attach(trainer, EntropyChangeOptions(), causes=True)
     sizes = []
     rollouts_of_window = probes._rollouts.window
 
@@ -226,8 +226,7 @@ def test_a_window_with_empty_masks_has_a_forecast_if_its_own_responses_are_not_n
         return output
 
     trainer._generate_and_score_completions = emptied
-    config = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}, "policy_entropy_probe": {"enabled": True}}
-    probes = integration.attach(trainer, config, causes=True, evaluation=evaluation, on_error="raise")
+    probes = integration.attach(trainer, EntropyChangeOptions(), causes=True, evaluation=evaluation, on_error="raise")
     trainer.train()
     assert len(probes.forecasts) == (2 if evaluation == "fresh" else 0)
     for _, forecast in probes.forecasts:
@@ -240,13 +239,9 @@ def test_records_go_to_sinks_and_rollouts_are_an_independent_truth(tmp_path: Pat
     plain = trainer_of(tmp_path / "plain", steps=4)
     plain.train()
     trainer = trainer_of(tmp_path / "watched", steps=4)
-    config = {
-        "gns_probe": {"enabled": True, "log_every": 1},
-        "entropy_probe": {"enabled": True, "every": 2, "budget": None},
-        "policy_entropy_probe": {"enabled": True},
-    }
     log = RunLog(JsonlSink(tmp_path / "log"), run="mine")
-    probes = integration.attach(trainer, config, causes=True, rollouts=True, log=log)
+    options = EntropyChangeOptions(every=2)
+    probes = integration.attach(trainer, options, noise_every=1, causes=True, rollouts=True, log=log)
     trainer.train()
     assert torch.equal(weights(plain), weights(trainer))
     run = read_run(tmp_path / "log")
@@ -302,8 +297,7 @@ def test_the_log_probabilities_that_a_sampler_reports_are_compared_with_the_poli
         return output
 
     trainer._generate_and_score_completions = reporting
-    probe = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}
-    probes = integration.attach(trainer, probe, evaluation="same", on_error="raise")
+    probes = integration.attach(trainer, EntropyChangeOptions(), evaluation="same", on_error="raise")
     trainer.train()
     [first, second] = (forecast.sampler for _, forecast in probes.forecasts)
     assert first.departure == pytest.approx(math.expm1(-0.1), rel=0.02)
@@ -316,9 +310,7 @@ def test_the_log_probabilities_that_a_sampler_reports_are_compared_with_the_poli
 def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) -> None:
     """Four optimizer steps learn from each generation: without weights, the policy seems to be another one."""
     trainer = trainer_of(tmp_path, steps=8, num_iterations=4)
-    probes = integration.attach(
-        trainer, {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}, evaluation="same", on_error="raise"
-    )
+    probes = integration.attach(trainer, EntropyChangeOptions(), evaluation="same", on_error="raise")
     trainer.train()
     forecasts = dict(probes.forecasts)
     assert all(forecast.own_policy is None for forecast in forecasts.values())  # weighted, so not tested
@@ -331,8 +323,7 @@ def test_steps_that_learn_again_from_older_responses_weigh_them(tmp_path: Path) 
 def test_forecasts_keep_to_their_budget_at_the_steps_of_every(tmp_path: Path) -> None:
     """The first two take more than 1 % of this run; before the second, the length of a step is not known."""
     trainer = trainer_of(tmp_path, steps=12)
-    config = {"entropy_probe": {"enabled": True, "every": 3, "budget": 0.01}}
-    probes = integration.attach(trainer, config, on_error="raise")
+    probes = integration.attach(trainer, EntropyChangeOptions(every=3, budget=0.01), on_error="raise")
     trainer.train()
     assert [step for step, _ in probes.forecasts] == [1, 4]
     spent = sum(sum(f.seconds.values()) for _, f in probes.forecasts)

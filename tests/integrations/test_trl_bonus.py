@@ -17,6 +17,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 from sonde.integrations import trl as integration  # noqa: E402
 from sonde.parallel.model_state import preserve_training_state  # noqa: E402
+from sonde.policy.entropy_options import EntropyChangeOptions  # noqa: E402
 from sonde.policy.scoring.scorer import Scorer  # noqa: E402
 from sonde.policy.scoring.token_statistics import CausalLMStatistics  # noqa: E402
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients  # noqa: E402
@@ -96,7 +97,7 @@ def test_the_probes_know_the_clip_and_the_adaptive_coefficient(tmp_path: Path) -
         callbacks=[noting],
     )
     noting.probes = integration.attach(
-        trainer, {"entropy_probe": {"enabled": True, "budget": None}}, coefficient_to_hold=True, on_error="raise"
+        trainer, EntropyChangeOptions(every=10), coefficient_to_hold=True, on_error="raise"
     )
     trainer.train()
     assert [coefficient for coefficient, _, _ in noting.seen] == [0.0, 0.25, 0.5, 0.75]

@@ -15,10 +15,11 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from sonde.integrations import trl as integration  # noqa: E402
 from sonde.integrations.trl_rollouts import TrlRollouts  # noqa: E402
+from sonde.policy.entropy_options import EntropyChangeOptions  # noqa: E402
 from sonde.policy.scoring.scorer import Scorer  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 
-CONFIG = {"entropy_probe": {"enabled": True, "every": 2, "budget": None}}
+OPTIONS = EntropyChangeOptions(every=2)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, first: int) -> None:
@@ -58,7 +59,7 @@ def test_training_goes_on_without_the_measurement(
 ) -> None:
     watched = trainer_of(tmp_path / "watched", steps=5)
     failing(monkeypatch, kind, name, first)
-    probes = integration.attach(watched, CONFIG, log=tmp_path / "log", on_error="warn")
+    probes = integration.attach(watched, OPTIONS, log=tmp_path / "log", on_error="warn")
     watched.train()
     assert torch.equal(without_probes, weights(watched))
     assert watched.state.global_step == 5
@@ -76,8 +77,8 @@ def test_training_goes_on_without_the_measurement(
 def test_errors_are_raised_where_they_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(tmp_path, steps=3)
     failing(monkeypatch, TrlRollouts, "fresh", 1)
-    integration.attach(trainer, CONFIG, on_error="raise")
+    integration.attach(trainer, OPTIONS, on_error="raise")
     with pytest.raises(MemoryError, match="no memory left"):
         trainer.train()
     with pytest.raises(ValueError, match="on_error must be 'warn' or 'raise', got 'log'"):
-        integration.attach(trainer_of(tmp_path), CONFIG, on_error="log")  # type: ignore[arg-type]
+        integration.attach(trainer_of(tmp_path), OPTIONS, on_error="log")  # type: ignore[arg-type]

@@ -21,20 +21,22 @@ def _trained(port: int, folder: str, watched: bool) -> dict[str, Any]:
     with as_launched(port):
         from sonde.integrations import trl as integration
         from sonde.log.sinks import JsonlSink
+        from sonde.policy.entropy_options import EntropyChangeOptions
         from sonde.records import RunLog
         from tests.integrations.grpo_trainer import trainer_of, weights
 
         trainer = trainer_of(Path(tempfile.mkdtemp()), steps=4, per_device_train_batch_size=8)
         probes = None
         if watched:
-            config = {
-                "gns_probe": {"enabled": True, "log_every": 2},
-                "entropy_probe": {"enabled": True, "every": 2, "budget": None},
-                "policy_entropy_probe": {"enabled": True},
-            }
-            log = RunLog(JsonlSink(folder))
             probes = integration.attach(
-                trainer, config, evaluation_prompts=8, causes=True, rollouts=True, log=log, on_error="raise"
+                trainer,
+                EntropyChangeOptions(every=2),
+                noise_every=2,
+                evaluation_prompts=8,
+                causes=True,
+                rollouts=True,
+                log=RunLog(JsonlSink(folder)),
+                on_error="raise",
             )
         trainer.train()
         forecasts = [] if probes is None else [forecast for _, forecast in probes.forecasts]
@@ -62,6 +64,7 @@ def _fails_on_one_rank(port: int, folder: str) -> dict[str, Any]:
     """In each step, another method fails on rank 1 alone; in the last step, none."""
     with as_launched(port), pytest.MonkeyPatch.context() as patch:
         from sonde.integrations import trl as integration
+        from sonde.policy.entropy_options import EntropyChangeOptions
         from tests.integrations.grpo_trainer import trainer_of, weights
 
         trainer = trainer_of(Path(tempfile.mkdtemp()), steps=len(PLACES) + 1, per_device_train_batch_size=8)
@@ -82,8 +85,7 @@ def _fails_on_one_rank(port: int, folder: str) -> dict[str, Any]:
         if rank == 1:
             for step, (name, kind) in enumerate(PLACES.items()):
                 break_in_its_step(step, name, pydoc.locate(kind))  # type: ignore[arg-type]
-        config = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}
-        probes = integration.attach(trainer, config, evaluation_prompts=8, rollouts=True, log=folder)
+        probes = integration.attach(trainer, EntropyChangeOptions(), evaluation_prompts=8, rollouts=True, log=folder)
         trainer.train()
         return {
             "failed": failed,

@@ -12,6 +12,7 @@ pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from sonde.integrations import trl as integration  # noqa: E402
+from sonde.policy.entropy_options import EntropyChangeOptions  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
 
 
@@ -31,8 +32,7 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
 )
 def test_a_kl_term_and_a_bonus_are_explained(tmp_path: Path, options: dict[str, Any]) -> None:
     trainer = trainer_of(tmp_path, steps=4, beta=0.5, entropy_coef=0.05, **options)
-    config = {"entropy_probe": {"enabled": True, "every": 1, "budget": None}}
-    probes = integration.attach(trainer, config, causes=True, on_error="raise")
+    probes = integration.attach(trainer, EntropyChangeOptions(), causes=True, on_error="raise")
     trainer.train()
     assert len(probes.forecasts) == 4
     for _, forecast in probes.forecasts:

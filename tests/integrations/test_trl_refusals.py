@@ -12,6 +12,7 @@ pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from sonde.integrations import trl as integration  # noqa: E402
+from sonde.policy.entropy_options import EntropyChangeOptions  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
 
 
@@ -22,12 +23,13 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
         ({"top_k": 1}, {"coefficient_to_hold": True}, "coefficient_to_hold=True needs derivatives, .* with top_k=1"),
         (
             {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
-            {"config": {"gns_probe": {"enabled": True}}},
+            {"options": None, "noise_every": 10},
             "at least 2 groups in a window, got 8 completions on each of 1 ranks in groups of 8: change per_device",
         ),
-        ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
-        ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
-        ({}, {"config": {"entropy_probe": {"enabled": True, "update": "gradient"}}}, "is not TRL's step"),
+        ({}, {"options": None}, "nothing would be measured: pass"),
+        ({}, {"options": {"every": 10}}, "options must be a sonde.EntropyChangeOptions, got"),
+        ({}, {"noise_every": 0}, "noise_every must be a whole number of steps from 1 up, got 0"),
+        ({}, {"options": EntropyChangeOptions(update="gradient")}, "is not TRL's step"),
         (
             {"top_entropy_quantile": 0.2},
             {"causes": True},
@@ -42,15 +44,14 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
         ({"generation_kwargs": {"typical_p": 0.9}}, {}, "generation_kwargs has typical_p"),
         (
             {"steps_per_generation": 4},
-            {"config": {"gns_probe": {"enabled": True}}},
+            {"noise_every": 10},
             "needs windows of whole groups, got steps_per_generation=4 and gradient_accumulation_steps=2",
         ),
         ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
         ({}, {"evaluation_prompts": 1}, "multiple of the 1 ranks and at least 2 for each, got 1: pass 2"),
-        ({}, {"config": {"entropy": {"enabled": True}}}, "did you mean 'entropy_probe'"),
         (
             {"mask_truncated_completions": True},
-            {"config": {"entropy_probe": {"enabled": True, "objective": "sequence"}}, "evaluation": "same"},
+            {"options": EntropyChangeOptions(objective="sequence"), "evaluation": "same"},
             "may leave a prompt of the step with one response: pass evaluation='fresh'",
         ),
     ],
@@ -88,7 +89,7 @@ def test_other_trainers_that_cannot_be_measured_are_refused(tmp_path: Path) -> N
     trainer.train_dataset = data
     trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match="is not measured in TRL's trainer under FSDP"):
-        integration.attach(trainer, {"gns_probe": {"enabled": True}})
+        integration.attach(trainer, None, noise_every=10)
 
 
 def test_many_ranks_need_no_number_of_evaluation_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,8 @@ def test_many_ranks_need_no_number_of_evaluation_prompts(tmp_path: Path, monkeyp
     monkeypatch.setattr(trainer.accelerator.state, "num_processes", 12)
     assert trainer.accelerator.num_processes == 12
     integration.attach(trainer).close()
-    for unused in ({"config": {"gns_probe": {"enabled": True}}}, {"evaluation": "same"}):
+    unused: dict[str, Any]
+    for unused in ({"options": None, "noise_every": 10}, {"evaluation": "same"}):
         integration.attach(trainer, **unused, evaluation_prompts=16).close()  # no fresh response is sampled
     with pytest.raises(ValueError, match="a multiple of the 12 ranks and at least 2 for each, got 16: pass 24"):
         integration.attach(trainer, evaluation_prompts=16)

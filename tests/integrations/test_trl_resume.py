@@ -25,7 +25,7 @@ STEPS, SAVED_AT = 4, 2
 def trained(folder: Path, *, resume: Path | None = None, **options: Any) -> torch.Tensor:
     """Train with a measurement in every step, and save checkpoints; returns the weights."""
     trainer = trainer_of(folder, steps=STEPS, save_strategy="steps", save_steps=SAVED_AT, **options)
-    integration.attach(trainer, {"gns_probe": {"enabled": True, "log_every": 1}})
+    integration.attach(trainer, None, noise_every=1)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return weights(trainer)
 

@@ -13,9 +13,10 @@ pytest.importorskip("trl", reason="needs trl: pip install '.[trl]'")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 from sonde.integrations import trl as integration  # noqa: E402
+from sonde.policy.entropy_options import EntropyChangeOptions  # noqa: E402
 from tests.integrations.grpo_trainer import trainer_of, weights  # noqa: E402
 
-CONFIG = {"entropy_probe": {"enabled": True, "every": 2, "budget": None}, "policy_entropy_probe": {"enabled": True}}
+OPTIONS = EntropyChangeOptions(every=2)
 
 
 @pytest.mark.parametrize("evaluation", ["fresh", "same"])
@@ -25,7 +26,7 @@ def test_forecasts_are_of_the_truncated_policy(tmp_path: Path, evaluation: Any) 
     plain.train()
     trainer = trainer_of(tmp_path / "watched", steps=7, **how)
     probes = integration.attach(
-        trainer, CONFIG, evaluation=evaluation, evaluation_prompts=32, rollouts=True, on_error="raise"
+        trainer, OPTIONS, evaluation=evaluation, evaluation_prompts=32, rollouts=True, on_error="raise"
     )
     trainer.train()
     assert torch.equal(weights(plain), weights(trainer))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from sonde.config import probes_from_config
 from sonde.parallel.unwrap import loss_scale
 from sonde.policy.entropy_change import EntropyChangeProbe
 from tests.policy.entropy_scene import Scene
@@ -24,15 +23,14 @@ def scaled(scene: Scene) -> torch.amp.GradScaler:
     return scaler
 
 
-def test_a_configuration_passes_the_scaler_on() -> None:
+def test_the_scale_is_left_out_of_a_forecast() -> None:
     found = []
     for is_scaled in (False, True):
         scene = Scene("momentum")
         options: dict[str, Any] = {"grad_scaler": scaled(scene)} if is_scaled else {}
-        config = probes_from_config({"entropy_probe": {"enabled": True, "every": 1}})
-        [probe] = config.attach(
+        probe = EntropyChangeProbe(
             scene.model, scene.optimizer, sampler=lambda model: drawn(model, 0, 24, seed=1), **options
-        ).values()
+        )
         probe.step()
         found.append(probe.metrics()["entropy/delta_forecast"])
         assert probe.metrics()["cost/entropy_seconds_sampling"] > 0

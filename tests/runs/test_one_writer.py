@@ -21,14 +21,10 @@ from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from tests.batch_size.loops import windows_of_rows
 from tests.new_process import Ended, Python
-from tests.runs.report.plausible_policy import policy_header, policy_record
 from tests.runs.report.plausible_run import (
-    alert_record,
     header_record,
     reading_record,
-    with_metrics,
     write_run,
-    written,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -287,40 +283,3 @@ def test_a_file_without_line_breaks_is_refused_in_little_memory(
         tracemalloc.stop()
     assert re.search(message, capsys.readouterr().err)
     assert most < 200 * 2**20
-
-
-# Numbers that cannot be.
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("gns/b_simple", -3.0, "expected 0 or more"),
-        ("gns/b_simple_high", -1e-9, "expected 0 or more"),
-        ("gns/trace_cov", 1e308, r"expected at most 1e\+150 in size"),
-        ("gns/units_per_window", -1e308, r"expected at most 1e\+150 in size"),
-    ],
-)
-def test_a_number_of_sondes_that_cannot_be_is_refused_with_file_and_line(
-    tmp_path: Path, name: str, value: float, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = (reading_record(i, 2, status="resolved") for i in range(2))
-    written(tmp_path, [header_record(), first, alert_record(), with_metrics(second, {name: value})])
-    with pytest.raises(ValueError, match=rf"line 4 of .*records\.jsonl holds {name} = .*, {expected}"):
-        read_run(tmp_path)
-    assert main(["report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("sonde: error: line 4 of")
-    assert "Traceback" not in said
-
-
-def test_a_number_of_a_policy_that_cannot_be_is_refused_with_file_and_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = policy_record(0)
-    huge = with_metrics(record, {"reward": 1e308})  # a reward is the user's
-    written(tmp_path, [policy_header(), huge, with_metrics(record, {"gns_prompts/b_simple": -2.0})])
-    assert main(["report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("sonde: error: line 3 of")
-    assert "holds gns_prompts/b_simple = -2, expected 0 or more" in said

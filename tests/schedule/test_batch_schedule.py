@@ -14,8 +14,9 @@ from torch import Tensor
 import sonde
 from sonde.batch_size.stats.averages import FixedWeights
 from sonde.schedule.batch_schedule import BatchSchedule
-from sonde.schedule.stats.batch_rule import Decision, now_from, replayed
+from sonde.schedule.stats.batch_rule import Decision
 from tests.schedule.noisy_gradients import B_SIMPLE, DIMS, ROWS, Linear, attached, micro_batches, train
+from tests.schedule.replays import now_from, replayed
 
 OPTIONS: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 2.0, "verbose": False}
 """Batches of 8, 16 and 32 rows. The last takes B_simple > 1.1 · 32 / 2 = 17.6 rows."""

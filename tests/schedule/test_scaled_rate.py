@@ -18,8 +18,9 @@ from sonde.decision.facts import FROM_HERE_ON, facts_of
 from sonde.decision.rate_rules import adam_settings, rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 from sonde.schedule.scaled_rate import ScaledRate
-from sonde.schedule.stats.batch_rule import now_from, replayed
+from tests.runs.logged_windows import logged_windows
 from tests.schedule.noisy_gradients import ROWS, Linear, attached, micro_batches, train
+from tests.schedule.replays import now_from, replayed
 
 OPTIONS: dict[str, Any] = {"smallest": 2, "largest": 8, "ratio": 50.0, "verbose": False, "pause": 0}
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -69,7 +70,7 @@ def test_any_schedule_of_the_rate_composes(kind: str, tmp_path: Path) -> None:
         for _ in range(n // 2):  # smallest batches
             same.step()
     assert torch.equal(model.weight, by_hand.weight)
-    logged = [window.metrics["gns/learning_rate"] for window in sonde.read_windows(tmp_path)]
+    logged = [window["metrics"]["gns/learning_rate"] for window in logged_windows(tmp_path)]
     assert logged == pytest.approx(rates, rel=1e-12)
 
 

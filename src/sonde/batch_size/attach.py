@@ -1,9 +1,9 @@
-"""Two ways to make a noise-scale probe: `sonde.attach`, and `gns_probe:` in a configuration."""
+"""`sonde.attach`: makes a noise-scale probe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,9 +19,7 @@ from sonde.batch_size.probe import PLAIN_LOOP, NoiseScaleProbe
 from sonde.batch_size.setup import Groups, NoiseScaleOptions
 from sonde.batch_size.taps.metric import MetricName
 from sonde.parallel.unwrap import Optimizers
-from sonde.probe import Partners
-from sonde.record_values import whole_number
-from sonde.records import LogOrPlaces, RunLog, log_of
+from sonde.records import LogOrPlaces, log_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,36 +127,3 @@ def attach(
     )
     speak_at_exit(probe)
     return probe
-
-
-@dataclass(frozen=True)
-class GnsProbeConfig(NoiseScaleOptions):
-    """`gns_probe:` in a configuration.
-
-    Attributes:
-        unit: as in `NoiseScaleOptions`.
-        enabled: whether the probe is wanted.
-        log_every: windows between readings, if `attach` gets no log.
-    """
-
-    unit: str | Sequence[str] = "sequences"
-    enabled: bool = False
-    log_every: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole_number("log_every must be a whole number of windows", self.log_every)
-
-    def attach(self, partners: Partners) -> NoiseScaleProbe:
-        """Make the probe."""
-        log = RunLog(every=self.log_every) if partners.log is None else partners.log
-        probe = NoiseScaleProbe(
-            partners.model,
-            partners.optimizer,
-            self,
-            grad_scaler=partners.grad_scaler,
-            ranks=RanksOfModel(partners.process_group),
-            log=log,
-        )
-        speak_at_exit(probe)
-        return probe

@@ -50,7 +50,7 @@ _NEVER = 10**9
 
 @dataclass(frozen=True)
 class NoiseScaleOptions:
-    """How a `NoiseScaleProbe` measures; also the options of `gns_probe:` in a YAML file.
+    """How a `NoiseScaleProbe` measures.
 
     Attributes:
         unit: plural name of the independent sample ("sequences", "images"); results are in it. Several names,

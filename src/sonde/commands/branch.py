@@ -24,7 +24,8 @@ from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders
 from sonde.evidence.shell_run import joined, result_of, terminated_as_interrupted, train
 from sonde.evidence.twins import Twins, noise_of
-from sonde.runs.report.branch_page import write_branch_report
+from sonde.runs.report.branch_page import branch_page
+from sonde.runs.report.page import write_page
 from sonde.wording import duration
 
 USAGE = "sonde branch --batches 16,32,64 --units 20000 [options] -- python train.py --batch {batch} --seed {seed} …"
@@ -140,7 +141,7 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     file.write_text(json.dumps(found.as_json(), allow_nan=False))
     _the_unit(own, given)
     try:
-        write_branch_report(found, page)
+        write_page(page, lambda: branch_page(found))
     except ImportError as error:
         why_none = f"{error}, then run: sonde report {plan.out}"
     if options.json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import sys
@@ -20,6 +19,7 @@ from sonde.decision.law import Range
 from sonde.evidence.answer import Row, advice, at_half, batch_rows, headline, scale_rows
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
+from sonde.record_values import as_json
 from sonde.stats.intervals import unresolved
 from sonde.version import __version__
 from sonde.wording import count
@@ -57,9 +57,9 @@ def _words(found: Branches) -> dict[str, str]:
 def result_of_all(found: Branches) -> dict[str, Any]:
     """What `print_result` prints, with all numbers: `branches.json`, and what follows from it."""
     return found.as_json() | {
-        "critical": dataclasses.asdict(found.critical),
-        "law_critical": dataclasses.asdict(found.law_critical),
-        "ratios": [dataclasses.asdict(ratio) for ratio in found.ratios],
+        "critical": found.critical,
+        "law_critical": found.law_critical,
+        "ratios": found.ratios,
         "words": _words(found),
         "notices": notices(found),
     }
@@ -67,8 +67,7 @@ def result_of_all(found: Branches) -> dict[str, Any]:
 
 def print_json(found: Mapping[str, Any]) -> None:
     """Print one object on one line, with the version of sonde. JSON has no infinity and no NaN: they become null."""
-    text = json.dumps({"sonde": __version__, **found}, default=dataclasses.asdict)
-    sys.stdout.write(json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps({"sonde": __version__, **as_json(found)}, ensure_ascii=False) + "\n")
 
 
 def print_table(rows: Iterable[Row], console: Console, *, right: Collection[int] = (), n_keys: int = 1) -> None:

@@ -13,7 +13,7 @@ from sonde.commands.as_json import decided, run_as_json
 from sonde.commands.branch_result import print_json, print_table
 from sonde.runs.compare.side_by_side import AXES, By, Comparison, read_runs
 from sonde.runs.compare.words import beside_rows, decision, lowest, reached_rows, run_rows, setting_rows, summary
-from sonde.runs.report.page import check_bokeh
+from sonde.runs.report.page import write_page
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,16 @@ def run_compare(options: CompareOptions) -> int:
     for notice in found.notices:
         console.print(f"\n{notice}.")
     try:
-        check_bokeh()
+        console.print(f"\npage  {write_page(options.out, lambda: _page(found))}")
     except ImportError as error:
         console.print(f"\npage  {error}, then run the command again")
-        return 0
-    from sonde.runs.compare.page import write_comparison
-
-    console.print(f"\npage  {write_comparison(found, options.out)}")
     return 0
+
+
+def _page(found: Comparison) -> str:
+    from sonde.runs.compare.page import comparison_page  # it needs Bokeh
+
+    return comparison_page(found)
 
 
 def _as_json(found: Comparison) -> dict[str, Any]:

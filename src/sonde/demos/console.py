@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,15 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from sonde.runs.report.verdicts import verdict_panels
 from sonde.runs.report.write import write_report
 from sonde.runs.run import Run
 
 PANEL_WIDTH = 88
 INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells expect after Ctrl-C."""
+_STYLES = {"keep": "green", "holds": "green", "wait": "cyan", "unknown": "cyan", "collapses": "red"}
+"""Colours of the frame of a verdict; yellow for all others."""
 
 
 class LastingConsole(Console):
@@ -32,27 +34,6 @@ class LastingConsole(Console):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         os.close(devnull)
-
-
-class RecordLines:
-    """A sink that prints alerts, and a line for each record of the run: the same numbers as in the log.
-
-    Args:
-        console: where the lines go.
-        line_of: the line of a record; None for no line.
-    """
-
-    def __init__(self, console: Console, line_of: Callable[[Mapping[str, Any]], str | None]) -> None:
-        self._console, self._line_of = console, line_of
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Print a record."""
-        line = f"alert: {record['message']}" if record["kind"] == "alert" else self._line_of(record)
-        if line is not None:
-            self._console.print(line, markup=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """No record follows."""
 
 
 def check_ranges(options: Any, *counts: str) -> None:
@@ -88,21 +69,21 @@ def choose_folder(out: Path | None) -> Path:
     return out
 
 
-def conclude(run: Run, judge: Callable[[], tuple[str, str, str]], console: Console) -> None:
+def conclude(run: Run, console: Console) -> None:
     """Print the verdict on a run that has ended, write its report, and print where the log and the report are.
 
     Args:
         run: as its log has it.
-        judge: returns the verdict's headline, what follows from it, and the colour of its frame. It is not called if
-            nothing was measured.
         console: where to print.
     """
     if not (run.readings or run.policy):
         console.print(f"Nothing was measured. The log is {run.path}.", soft_wrap=True)
         return
-    headline, detail, style = judge()
-    text = Text.assemble((headline.replace(" – ", "–"), "bold"), "\n\n", detail)  # an interval stays on one line
-    width = min(console.width, PANEL_WIDTH)
+    panel = verdict_panels(run)[-1]
+    text = Text.assemble(
+        (panel.action.replace(" – ", "–"), "bold"), "\n\n", panel.headline
+    )  # an interval stays on one line
+    style, width = _STYLES.get(panel.kind, "yellow"), min(console.width, PANEL_WIDTH)
     console.print()
     console.print(Panel(text, title="verdict", title_align="left", border_style=style, width=width, padding=(1, 2)))
     console.print(f"log     {run.path}", soft_wrap=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from sonde.evidence.branches import Branches
 from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import count, estimate, interval, number, percent
+from sonde.wording import capital, count, interval, number, percent
 
 Row = tuple[str, ...]
 
@@ -18,7 +18,7 @@ def headline(found: Branches) -> str:
     critical = found.critical
     if critical.status == "unresolved":
         return "The critical batch size is not known yet."
-    known = f"The critical batch size is {in_words(critical)} {found.unit}, at a tolerance of"
+    known = f"The critical batch size is {critical.in_words} {found.unit}, at a tolerance of"
     return f"{known} {percent(found.tolerance)}." + (f" {capital(critical.reason)}." if critical.reason else "")
 
 
@@ -47,7 +47,7 @@ def at_half(found: Branches) -> str:
     rest = "The answer depends on the length of the branches: train them longer, until it settles."
     if max(whole.low, half.low) <= min(whole.high, half.high):
         rest = "The two agree."
-    return f"The first half of the {found.unit} alone would say {in_words(half)}. {rest}"
+    return f"The first half of the {found.unit} alone would say {half.in_words}. {rest}"
 
 
 def batch_rows(found: Branches) -> Iterator[Row]:
@@ -87,9 +87,9 @@ def scale_rows(found: Branches) -> Iterator[Row]:
     yield "", f"in {found.unit}", "over this B_crit"
     (name, law), *others = noise_scales(found)
     why = f" ({law.reason})" if law.reason not in ("", found.critical.reason) else ""
-    yield name, in_words(law) + why, "–"
+    yield name, law.in_words + why, "–"
     for name, scale in others:
-        yield name, in_words(scale), over_b_crit(scale, law)
+        yield name, scale.in_words, over_b_crit(scale, law)
 
 
 def noise_scales(found: Branches) -> list[tuple[str, RatioInterval]]:
@@ -115,13 +115,3 @@ def over_b_crit(scale: RatioInterval, law: RatioInterval) -> str:
     if law.ratio is None or scale.ratio is None:
         return interval(low, high)
     return f"{number(scale.ratio / law.ratio)} ({interval(low, high)})"
-
-
-def in_words(of: RatioInterval) -> str:
-    """A critical batch size or a noise scale, as far as it is known."""
-    return estimate(of.status, of.ratio, of.low, of.high)
-
-
-def capital(text: str) -> str:
-    """The text with a capital letter first."""
-    return text[:1].upper() + text[1:]

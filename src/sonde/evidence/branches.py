@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from sonde.evidence.stats.branched_batch import UnitsRatio, critical_batch, from_base, units_ratios
 from sonde.evidence.stats.loss_curves import Curve, log_units_ratio
-from sonde.record_values import json_number
+from sonde.log.values import filled
+from sonde.record_values import as_json
 from sonde.stats.intervals import RatioInterval, unresolved
 
 SCHEMA = 2
@@ -149,9 +150,8 @@ class Branches:
         return branch.batch == self.reference and branch.state == "finished"
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
-        branches = [branch_as_json(branch) for branch in self.branches]
-        return {"schema": SCHEMA, **asdict(replace(self, branches=())), "branches": branches}
+        """For a file. A loss that is not finite becomes None, since JSON has no such numbers."""
+        return {"schema": SCHEMA, **as_json(self)}
 
     @classmethod
     def from_json(cls, known: Mapping[str, Any]) -> Self:
@@ -159,21 +159,9 @@ class Branches:
 
         Raises:
             ValueError: for another schema.
+            KeyError: when something is missing.
+            TypeError: when something is of another kind.
         """
         if known.get("schema") != SCHEMA:
             raise ValueError(f"these branches were written by another version of sonde (schema {known.get('schema')})")
-        rest = {name: value for name, value in known.items() if name != "schema"}
-        branches = tuple(map(branch_of_json, rest.pop("branches")))
-        return cls(branches=branches, proxies=tuple(Proxy(**p) for p in rest.pop("proxies")), **rest)
-
-
-def branch_as_json(branch: Branch) -> dict[str, Any]:
-    """For a file. A loss that is not finite becomes None, since JSON has no such numbers."""
-    curve = {"units": branch.curve.units, "losses": [*map(json_number, branch.curve.losses)]}
-    return asdict(branch) | {"curve": curve}
-
-
-def branch_of_json(known: Mapping[str, Any]) -> Branch:
-    """From a file."""
-    losses = tuple(math.nan if loss is None else loss for loss in known["curve"]["losses"])
-    return Branch(**{**known, "curve": Curve(tuple(known["curve"]["units"]), losses)})
+        return filled(cls, known)

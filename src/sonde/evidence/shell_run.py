@@ -17,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sonde.evidence.branches import Branch, State, branch_as_json, branch_of_json
+from sonde.evidence.branches import Branch, State
 from sonde.evidence.shell_losses import STATUS, STDERR, STDOUT, Losses, LossSource, read_losses
 from sonde.evidence.shell_plan import Asked
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
+from sonde.log.values import filled
+from sonde.record_values import as_json
 from sonde.wording import count, duration
 
 _RESULT, _LAUNCHER, _SCRIPT = "result.json", "launcher.txt", "run.sh"
@@ -42,7 +44,7 @@ _ALMOST = 1 - 1e-9
 def result_of(asked: Asked) -> Branch | None:
     """What was kept of a branch that has ended, in this call or an earlier one."""
     file = asked.folder / _RESULT
-    return branch_of_json(json.loads(file.read_text())) if file.exists() else None
+    return filled(Branch, json.loads(file.read_text())) if file.exists() else None
 
 
 def collect(asked: Asked, source: LossSource, *, is_done: bool = False, silent: float | None = None) -> Branch:
@@ -68,7 +70,7 @@ def collect(asked: Asked, source: LossSource, *, is_done: bool = False, silent: 
     curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
     branch = Branch(asked.batch, asked.seed, asked.rate, curve, state, message)
     unfinished = asked.folder / f".{_RESULT}"
-    unfinished.write_text(json.dumps(branch_as_json(branch)))
+    unfinished.write_text(json.dumps(as_json(branch)))
     unfinished.replace(asked.folder / _RESULT)
     return branch
 

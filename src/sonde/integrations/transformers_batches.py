@@ -63,7 +63,7 @@ class MicroBatches:
         if trl_kind == "GRPOTrainer":
             raise ValueError(
                 "completions of one prompt depend on each other, so GRPO is measured in prompts: use "
-                "sonde.integrations.trl.attach(trainer, {'gns_probe': {'enabled': True, 'unit': 'prompts'}})"
+                "sonde.integrations.trl.attach(trainer, noise_every=10)"
             )
         if trl_kind not in (None, "SFTTrainer", *_OF_PAIRS) and units is None:
             raise ValueError(

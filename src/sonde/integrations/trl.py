@@ -9,18 +9,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sonde.config import ProbesConfig, probes_from_config
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.parallel.model_state import preserve_training_state, seed_everything
 from sonde.parallel.process_groups import data_parallel_group, gather_objects, together
 from sonde.parallel.unwrap import kind_of, settings_of, unwrap_optimizer
 from sonde.policy.entropy_change import AroundStep, EntropyChangeProbe, ForecastPace
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
@@ -44,8 +43,7 @@ except ImportError as error:
     raise ImportError(f"this needs trl: {install_hint('trl')}") from error
 
 T = TypeVar("T")
-DEFAULT = {name: {"enabled": True} for name in ("entropy_probe", "policy_entropy_probe")}
-"""The probes of `attach` without a config."""
+DEFAULT = EntropyChangeOptions(every=10, budget=0.05)
 DIVIDED_BY_TOKENS = ("bnpo", "dapo", "cispo", "vespo")
 """Losses that TRL divides by the number of all tokens."""
 SAVED_AS = "sonde"
@@ -59,8 +57,9 @@ _SCALARS = ("reward", "reward_std", "kl", "clip_ratio/region_mean")
 
 def attach(
     trainer: GRPOTrainer,
-    config: ProbesConfig | Mapping[str, Any] | str | Path = DEFAULT,
+    options: EntropyChangeOptions | None = DEFAULT,
     *,
+    noise_every: int | None = None,
     evaluation: Literal["fresh", "same"] = "fresh",
     evaluation_prompts: int | None = None,
     causes: bool = False,
@@ -71,16 +70,18 @@ def attach(
 ) -> TrlProbes:
     """Measure a GRPO run. Call it before `trainer.train()`. Weights are bit for bit those of a run without it.
 
-    Here `gns_probe` is the noise scale in prompts, measured every `log_every` steps. TRL shuffles a prompt's
-    completions over micro-batches, so these are not independent samples; `PromptNoiseProbe` runs its own backwards.
-    Every `entropy_probe.every` optimizer steps, or in fewer by its `budget`, the change of entropy along the step is
-    forecast before the step and measured after it. The trainer's own sampler draws the responses, with separate random
-    numbers. Metrics go to the trainer's logs under sonde's names. A training that resumes from a checkpoint goes on
+    Every `options.every` optimizer steps, or in fewer by its `budget`, the entropy of the step's own responses is
+    measured, and the change of entropy along the step is forecast before the step and measured after it. The trainer's
+    own sampler draws the responses, with separate random numbers. The noise scale is in prompts: TRL shuffles a
+    prompt's completions over micro-batches, so these are not independent samples, and `PromptNoiseProbe` runs its own
+    backwards. Metrics go to the trainer's logs under sonde's names. A training that resumes from a checkpoint goes on
     with the averages of the noise scale: they are in the checkpoint's `trainer_state.json`.
 
     Args:
         trainer: the trainer, with any of its losses.
-        config: which probes, as for `probes_from_config`; the temperature is the trainer's.
+        options: of forecasts, by default one in 10 steps that takes 5 % of the time at most; with `update="step"`. None
+            measures no entropy.
+        noise_every: optimizer steps from one measurement of the noise scale to the next; None for none.
         evaluation: "fresh" samples responses to prompts that the step does not learn from. "same" takes the responses
             that the step learns from: it needs no generation, but an update changes its own prompts more than others,
             so the forecast is biased.
@@ -100,8 +101,6 @@ def attach(
             disturbing training (vLLM); for options out of range.
     """
     log = log_of(log)
-    config = config if isinstance(config, ProbesConfig) else probes_from_config(config)
-    config.warn_if_nothing_is_on()
     warn_if_untested(
         "trl", trl_version, TESTED["trl"], "compare a few forecasts with fresh rollouts, by attach(…, rollouts=True)"
     )
@@ -109,7 +108,8 @@ def attach(
         evaluation_prompts = default_prompts(trainer)
     check_arguments(
         trainer,
-        config,
+        options,
+        noise_every=noise_every,
         evaluation=evaluation,
         evaluation_prompts=evaluation_prompts,
         causes=causes,
@@ -118,7 +118,8 @@ def attach(
     )
     return TrlProbes(
         trainer,
-        config,
+        options,
+        noise_every=noise_every,
         evaluation=evaluation,
         n_prompts=evaluation_prompts // trainer.accelerator.num_processes,
         causes=causes,
@@ -151,8 +152,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         trainer: GRPOTrainer,
-        config: ProbesConfig,
+        options: EntropyChangeOptions | None,
         *,
+        noise_every: int | None,
         evaluation: Literal["fresh", "same"],
         n_prompts: int,
         causes: bool,
@@ -163,7 +165,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.forecasts: list[tuple[int, EntropyForecast]] = []
         self._trainer = trainer
-        self._config = config
+        self._options, self._noise_every = options, noise_every
         self._evaluation = evaluation
         self._has_causes = causes
         self._has_rollouts = rollouts
@@ -284,8 +286,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     @_forgiving
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure, and forecast the step: gradients are whole and clipped."""
-        measures_noise = self._noise is not None and state.global_step % self._config.gns_probe.log_every == 0
-        forecasts = state.global_step % self._config.entropy_probe.every == 0 and self._pace.is_due()
+        options, noise_every = self._options, self._noise_every
+        measures_noise = noise_every is not None and state.global_step % noise_every == 0
+        forecasts = options is not None and state.global_step % options.every == 0 and self._pace.is_due()
         if measures_noise or forecasts:
             with together(self._group):
                 update = self._rollouts.window() if self._knows_window else None
@@ -309,11 +312,11 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _forecast_step(self, update: Rollouts | None, step: int) -> None:
         entered = time.perf_counter()
-        if self._policy is not None and update is not None:
+        assert self._policy is not None
+        assert self._entropy is not None
+        if update is not None:
             self._policy_entropy = self._policy.measure(update)
             self._log(self._policy.metrics())
-        if self._entropy is None:
-            return
         begun = time.perf_counter()
         if update is not None and self._evaluation == "same":
             evaluation = self._own_responses(update)
@@ -369,23 +372,22 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         return data_parallel_group(self._trainer.model_wrapped)
 
     def _make_probes(self, optimizer: Any, saved_noise: Mapping[str, Any] | None) -> None:
-        model, statistics, config = self._trainer.model_wrapped, self._statistics, self._config
-        if config.entropy_probe.enabled:
+        model, statistics, options = self._trainer.model_wrapped, self._statistics, self._options
+        if options is not None:
             # One in every `every` steps is asked.
-            self._pace = ForecastPace(1, config.entropy_probe.budget, self._group)
+            self._pace = ForecastPace(1, options.budget, self._group)
             self._entropy = EntropyChangeProbe(
                 model,
                 unwrap_optimizer(optimizer),
-                config.entropy_probe,
+                options,
                 token_statistics=statistics,
                 sampler=self._truth if self._has_rollouts else None,
                 grad_scaler=self._trainer.accelerator.scaler,
                 beside=self._hold,
             )
-        if config.policy_entropy_probe.enabled:
-            n_prompts = config.policy_entropy_probe.micro_batch_prompts
+            n_prompts = options.micro_batch_prompts
             self._policy = PolicyEntropyProbe(model, token_statistics=statistics, micro_batch_prompts=n_prompts)
-        if config.gns_probe.enabled:
+        if self._noise_every is not None:
             by_tokens = self._trainer.loss_type in DIVIDED_BY_TOKENS
             weighs: Literal["tokens", "completions"] = "tokens" if by_tokens else "completions"
             self._noise = PromptNoiseProbe(model, token_statistics=statistics, weighs=weighs)
@@ -420,7 +422,8 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _own_responses(self, update: Rollouts) -> Rollouts:
         """E of evaluation="same", weighted by the log-probabilities at sampling if older weights sampled it."""
-        if self._config.entropy_probe.needs_own_responses(causes=self._has_causes) or update.truncation:
+        assert self._options is not None
+        if self._options.needs_own_responses(causes=self._has_causes) or update.truncation:
             return update  # without weights; the forecast says so if they are not the policy's own
         return dataclasses.replace(update, log_prob=self._rollouts.sampled_log_prob)
 
@@ -448,7 +451,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         return 1_000_003 * (step + 1) + int(self._trainer.args.seed)
 
     def _setup(self) -> dict[str, object]:
-        trainer, args, entropy = self._trainer, self._trainer.args, self._config.entropy_probe
+        trainer, args, options = self._trainer, self._trainer.args, self._options
         completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
         completions *= trainer.accelerator.num_processes
         optimizers = [unwrap_optimizer(trainer.optimizer)]
@@ -464,9 +467,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             "temperature": args.temperature,
             "prompts_per_step": completions // trainer.num_generations,
             "completions_per_prompt": trainer.num_generations,
-            "log_every": entropy.every,
+            "log_every": self._noise_every if options is None else options.every,
             "evaluation": "fresh responses to other prompts" if self._evaluation == "fresh" else "the step's own",
-            "objective": entropy.objective,
+            "objective": None if options is None else options.objective,
             "level": 0.95,
         }
 

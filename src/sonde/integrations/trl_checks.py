@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from sonde.config import ProbesConfig
+from sonde.policy.entropy_options import EntropyChangeOptions
+from sonde.record_values import whole_number
 
 _HARMLESS = {"use_cache", "cache_implementation", "max_new_tokens", "pad_token_id", "bos_token_id", "eos_token_id"}
 """Arguments of generation that do not change the distribution of a token."""
@@ -14,8 +15,9 @@ TRUNCATION = ("top_p", "top_k", "min_p")
 
 def check_arguments(
     trainer: Any,
-    config: ProbesConfig,
+    options: EntropyChangeOptions | None,
     *,
+    noise_every: int | None,
     evaluation: Literal["fresh", "same"],
     evaluation_prompts: int,
     causes: bool,
@@ -29,50 +31,32 @@ def check_arguments(
     """
     if evaluation not in ("fresh", "same"):
         raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
-    _check_used(config)
-    _check_probes(trainer, config, evaluation, causes=causes, holds=coefficient_to_hold)
+    if options is None and noise_every is None:
+        raise ValueError("nothing would be measured: pass options=sonde.EntropyChangeOptions() or noise_every=10, say")
+    if options is not None:
+        _check_options(trainer, options, evaluation, causes=causes, holds=coefficient_to_hold)
+    if noise_every is not None:
+        whole_number("noise_every must be a whole number of steps", noise_every)
+        _check_noise_scale(trainer)
     _check_sampling(trainer)
-    if config.entropy_probe.enabled and (evaluation == "fresh" or rollouts):
+    if options is not None and (evaluation == "fresh" or rollouts):
         _check_fresh(trainer, evaluation_prompts)
 
 
-def _check_used(config: ProbesConfig) -> None:
-    """Refuse options that have no effect with TRL."""
-    used = {
-        "gns_probe": {"enabled", "log_every", "unit"},
-        "entropy_probe": vars(config.entropy_probe).keys() - {"temperature"},
-        "policy_entropy_probe": {"enabled", "micro_batch_prompts"},
-    }
-    for probe, names in used.items():
-        options = getattr(config, probe)
-        idle = [n for n, v in vars(options).items() if n not in names and v != getattr(type(options)(), n)]
-        if idle:
-            why = " (the temperature is the trainer's)" if idle[0] == "temperature" else ""
-            raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out{why}")
-    if config.gns_probe.unit not in (type(config.gns_probe)().unit, "prompts"):
-        raise ValueError(f"gns_probe: the unit is prompts with TRL, got {config.gns_probe.unit!r}: leave it out")
-    others = ["prompt_noise_probe"] if config.prompt_noise_probe.enabled else list(config.own)
-    if others:
-        raise ValueError(
-            f"{others[0]} does nothing with TRL, where gns_probe is the noise scale in prompts, and probes of your own "
-            "are not called: leave it out"
-        )
-
-
-def _check_probes(trainer: Any, config: ProbesConfig, evaluation: str, *, causes: bool, holds: bool) -> None:
+def _check_options(trainer: Any, options: object, evaluation: str, *, causes: bool, holds: bool) -> None:
     """Refuse what would fail at the first step or a later one."""
-    args, entropy = trainer.args, config.entropy_probe
-    if not entropy.is_step:
-        raise ValueError(
-            "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"
-        )
+    args = trainer.args
+    if not isinstance(options, EntropyChangeOptions):
+        raise ValueError(f"options must be a sonde.EntropyChangeOptions, got {options!r:.60}")
+    if not options.is_step:
+        raise ValueError("update='gradient' is not TRL's step, and only TRL's is forecast: leave it out")
     if holds and args.top_entropy_quantile < 1.0:
         raise ValueError(
             "coefficient_to_hold=True is about a bonus on all tokens, and with top_entropy_quantile below 1 TRL's "
             "bonus is on some of them: leave one of the two out"
         )
     leaves_out = args.mask_truncated_completions and evaluation == "same"
-    if entropy.enabled and entropy.objective == "sequence" and leaves_out:
+    if options.objective == "sequence" and leaves_out:
         raise ValueError(
             "objective='sequence' compares each response with others to its prompt, and mask_truncated_completions may "
             "leave a prompt of the step with one response: pass evaluation='fresh', or objective='per_token'"
@@ -84,7 +68,7 @@ def _check_probes(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
         "loss_type='vespo'": trainer.loss_type == "vespo",
     }
     truncates = {"top_p": args.top_p not in (None, 1.0), "top_k": (args.top_k or 0) > 0, "min_p": bool(args.min_p)}
-    if entropy.enabled and any(truncates.values()) and (causes or holds):
+    if any(truncates.values()) and (causes or holds):
         given = ", ".join(f"{name}={getattr(args, name)}" for name, is_on in truncates.items() if is_on)
         raise ValueError(
             f"{'causes' if causes else 'coefficient_to_hold'}=True needs derivatives, which do not see tokens that "
@@ -92,8 +76,6 @@ def _check_probes(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
         )
     if causes and (named := [name for name, is_on in unknown_weights.items() if is_on]):
         raise ValueError(f"causes=True does not know the token weights of {named[0]}: leave out one of the two")
-    if config.gns_probe.enabled:
-        _check_noise_scale(trainer)
 
 
 def _check_noise_scale(trainer: Any) -> None:
@@ -104,18 +86,18 @@ def _check_noise_scale(trainer: Any) -> None:
         raise ValueError(
             f"the noise scale in prompts needs whole groups on each rank and at least 2 groups in a window, got {rows} "
             f"completions on each of {n_ranks} ranks in groups of {trainer.num_generations}: change "
-            "per_device_train_batch_size or gradient_accumulation_steps, or turn gns_probe off"
+            "per_device_train_batch_size or gradient_accumulation_steps, or leave out noise_every="
         )
     if args.steps_per_generation != args.gradient_accumulation_steps:
         raise ValueError(
             "the noise scale in prompts needs windows of whole groups, got steps_per_generation="
             f"{args.steps_per_generation} and gradient_accumulation_steps={args.gradient_accumulation_steps}, so a "
-            "group's completions are spread over several windows: make them equal, or turn gns_probe off"
+            "group's completions are spread over several windows: make them equal, or leave out noise_every="
         )
     if trainer.is_fsdp_enabled:
         raise ValueError(
-            "the noise scale in prompts is not measured in TRL's trainer under FSDP: train under DDP, turn gns_probe "
-            "off, or call sonde.PromptNoiseProbe on an FSDP2 model yourself"
+            "the noise scale in prompts is not measured in TRL's trainer under FSDP: train under DDP, leave "
+            "out noise_every=, or call sonde.PromptNoiseProbe on an FSDP2 model yourself"
         )
 
 

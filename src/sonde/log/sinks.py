@@ -13,9 +13,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar
 
-from sonde.log.lines import encode_line, lines_of, record_of_kind
+from sonde.log.lines import encode_line, lines_of, parse_record
 from sonde.record_values import SCHEMA
 
 try:
@@ -173,7 +173,7 @@ class JsonlSink:
         folder: the run's folder.
 
     Raises:
-        ValueError: when the folder is a file, or its log does not begin like a run's log.
+        ValueError: when the folder is a file, or its log does not begin like a run's log of this version.
 
     Example:
         >>> import tempfile
@@ -193,8 +193,6 @@ class JsonlSink:
         self.path = folder / RECORDS_NAME
         _check_folder(folder)
         _check_beginning(self.path)
-        self._units: dict[str, str] | None = None
-        """Units by kind of record; None until the log is read, which the first rank alone does."""
         self._file: LockedFile | None = None
         self._has_begun = self._closed = False
 
@@ -205,16 +203,13 @@ class JsonlSink:
             record: JSON values under string keys; the first record must be a header. Unknown numbers are None.
 
         Raises:
-            ValueError: when a value is not JSON, NaN and infinity included; when a probe names another unit than the
-                run so far had for the same kind of record; when another process writes to the same log; when the log is
-                damaged, or of another version of sonde.
+            ValueError: when a value is not JSON, NaN and infinity included; when another process writes to
+                the log.
             RuntimeError: after `close`, or when the first record is not a header.
             OSError: when the disk is full, or the folder cannot be written to.
         """
         if self._closed:
             raise RuntimeError(f"the log {self.path} is closed, got a {record['kind']!r} record: open a new JsonlSink")
-        if record["kind"] in ("header", "probe"):
-            self._check_unit(record)
         if record["kind"] != "header" and not self._has_begun:
             raise RuntimeError(f"a run starts with its header, got a {record['kind']!r} record: write the header first")
         line = encode_line(record)
@@ -246,17 +241,6 @@ class JsonlSink:
             self._file.close()
             self._file = None
 
-    def _check_unit(self, probe: Mapping[str, object]) -> None:
-        if self._units is None:
-            self._units = _units_of_existing(self.path)
-        writes, unit = str(probe["writes"]), str(probe["unit"])
-        if (other := other_unit(self._units, writes, unit)) is not None:
-            raise ValueError(
-                f"{self.path} holds a run measured in {other!r}, got a probe that measures in {unit!r}; numbers in "
-                "different units cannot be compared: log to a new folder"
-            )
-        self._units[writes] = unit
-
 
 def in_branch(folder: Path) -> Path:
     """Where a log lies: a branch has its own, whatever the script calls it, since several branches run the same script.
@@ -270,20 +254,6 @@ def in_branch(folder: Path) -> Path:
     return Path(branch) / "log" / folder.name
 
 
-def other_unit(units: Mapping[str, str], writes: str, unit: str) -> str | None:
-    """The unit of earlier records of the same kind, if it is another unit.
-
-    Args:
-        units: unit by the kind of record written in it.
-        writes: the kind of record that a probe writes.
-        unit: the probe's unit.
-    """
-    if writes == "metrics":  # of the user's own probes, each with units of its own
-        return None
-    known = units.get(writes, unit)
-    return None if known == unit else known
-
-
 def _check_folder(folder: Path) -> None:
     """Refuse a folder that is a file, or lies in one."""
     # os.path answers also where a folder may not be looked into, which its own error says later.
@@ -295,33 +265,15 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_beginning(path: Path) -> None:
-    """Refuse a file that does not begin like a run's log; its first line is read, however long it is."""
-    if os.path.exists(path) and path.stat().st_size:
-        next(lines_of(path, advice=_ADVICE))
+    """Refuse a file that does not begin like a run's log, or is of another version; its first line is read.
 
-
-def _units_of_existing(path: Path) -> dict[str, str]:
-    """Units by kind of record, of all starts of the run that are already in the log; empty when there is none."""
-    units: dict[str, str] = {}
+    A log holds several runs, but no sonde could read starts of two versions.
+    """
     if not os.path.exists(path) or path.stat().st_size == 0:
-        return units
-    for number, line in enumerate(lines_of(path, advice=_ADVICE), start=1):
-        if (probe := record_of_kind(line, "header", "probe")) is not None:
-            units[str(probe.get("writes", ""))] = _unit_of(probe, path, number)
-    return units
-
-
-def _unit_of(probe: Mapping[str, Any], path: Path, number: int) -> str:
-    """The unit in a header, or in the record of a further probe. Line `number` of the log holds it."""
-    schema = probe.get("schema")
-    if probe["kind"] == "header" and schema != SCHEMA:
+        return
+    header = parse_record(next(lines_of(path, advice=_ADVICE))) or {}
+    if header.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(
-            f"line {number} of {path} is a header of record schema {schema!r}, expected {SCHEMA}; no sonde could read "
-            f"both that start and this one: {_ADVICE}"
+            f"{path} begins with a header of record schema {header['schema']!r}, expected {SCHEMA}; no sonde could "
+            f"read both that start and this one: {_ADVICE}"
         )
-    if not isinstance(unit := probe.get("unit"), str):
-        raise ValueError(
-            f"line {number} of {path} names no unit, as each {probe['kind']!r} record does: was the log edited? "
-            f"{_ADVICE[0].upper()}{_ADVICE[1:]}"
-        )
-    return unit

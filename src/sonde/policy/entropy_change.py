@@ -8,7 +8,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +46,6 @@ from sonde.policy.stats.columns import OF_FORECAST, OF_TRAINER
 from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
 from sonde.policy.stats.importance import FiniteStep
-from sonde.probe import Partners
 from sonde.stats.columns import Columns
 
 Sampler = Callable[[nn.Module], Rollouts]
@@ -554,51 +552,3 @@ class ForecastPace:
             wanted = (spent + latest) * (1.0 - self._budget) / self._budget  # seconds of training
             n_more = (wanted - trained) / (trained / (self._n - 1))
             self._next = max(self._next, self._n + math.ceil(n_more) - 1)
-
-
-@dataclass(frozen=True)
-class EntropyProbeConfig(EntropyChangeOptions):
-    """`entropy_probe:` in a configuration.
-
-    Attributes:
-        enabled: whether the probe is wanted.
-        every: as in `EntropyChangeOptions`.
-        budget: as in `EntropyChangeOptions`.
-        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
-            responses.
-    """
-
-    enabled: bool = False
-    every: int = 10
-    budget: float | None = 0.05
-    temperature: float | None = None
-
-    def attach(self, partners: Partners) -> EntropyChangeProbe:
-        """Make the probe, whose `step` a loop calls.
-
-        Raises:
-            ValueError: if `step` could not work: without a sampler, for an optimizer whose step cannot be forecast, or
-                for update="gradient".
-        """
-        if not self.is_step:
-            raise ValueError(
-                "entropy_probe: {update: gradient} needs the update's responses, and step() has none: leave it out, or "
-                "make sonde.EntropyChangeProbe in code and call forecast() with them"
-            )
-        if not callable(partners.sampler):
-            raise ValueError(
-                f"entropy_probe evaluates each step on fresh responses, got sampler={partners.sampler!r:.60}: pass "
-                "sampler=, a function model -> sonde.Rollouts, or make sonde.EntropyChangeProbe in code and call "
-                "forecast() with responses"
-            )
-        if why := why_no_forecast(partners.optimizer):
-            raise ValueError(f"entropy_probe forecasts each step, and {why}; make sonde.EntropyChangeProbe in code")
-        return EntropyChangeProbe(
-            partners.model,
-            partners.optimizer,
-            self,
-            token_statistics=as_statistics(partners.token_statistics, self.temperature),
-            sampler=partners.sampler,
-            grad_scaler=partners.grad_scaler,
-            process_group=partners.process_group,
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable
 from sonde.policy.stats.columns import OF_ENTROPY
 from sonde.policy.stats.policy_entropy import PolicyEntropy, policy_entropy
-from sonde.probe import Partners
 from sonde.record_values import whole_number
 from sonde.stats.columns import Columns, taken
 
@@ -96,28 +94,3 @@ class PolicyEntropyProbe:
 
     def close(self) -> None:
         """Does nothing: the probe installs no hooks."""
-
-
-@dataclass(frozen=True)
-class PolicyEntropyProbeConfig:
-    """`policy_entropy_probe:` in a configuration.
-
-    Attributes:
-        enabled: whether the probe is wanted.
-        micro_batch_prompts: prompts scored at a time.
-        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
-            responses.
-    """
-
-    enabled: bool = False
-    micro_batch_prompts: int = 8
-    temperature: float | None = None
-
-    def attach(self, partners: Partners) -> PolicyEntropyProbe:
-        """Make the probe."""
-        return PolicyEntropyProbe(
-            partners.model,
-            token_statistics=as_statistics(partners.token_statistics, self.temperature),
-            micro_batch_prompts=self.micro_batch_prompts,
-            process_group=partners.process_group,
-        )

@@ -27,7 +27,6 @@ from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable, checked_scores
 from sonde.policy.stats.columns import OF_PROMPTS
 from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
-from sonde.probe import Partners
 from sonde.stats.columns import Columns, taken
 from sonde.stats.intervals import Status
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
@@ -303,28 +302,3 @@ def _prompt_norms(gathered: Mapping[str, Tensor]) -> list[PromptNorms]:
         split = PromptNorms(whole, w1 + w2, (s1, s2), (w1, w2), (n1, n2))
         of_prompts.append(split if n2 else PromptNorms(whole, w1))
     return of_prompts
-
-
-@dataclass(frozen=True)
-class PromptNoiseProbeConfig:
-    """`prompt_noise_probe:` in a configuration.
-
-    Attributes:
-        enabled: whether the probe is wanted.
-        weighs: as for `PromptNoiseProbe`.
-        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
-            responses.
-    """
-
-    enabled: bool = False
-    weighs: Literal["completions", "tokens"] = "completions"
-    temperature: float | None = None
-
-    def attach(self, partners: Partners) -> PromptNoiseProbe:
-        """Make the probe."""
-        return PromptNoiseProbe(
-            partners.model,
-            token_statistics=as_statistics(partners.token_statistics, self.temperature),
-            weighs=self.weighs,
-            process_group=partners.process_group,
-        )

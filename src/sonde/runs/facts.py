@@ -134,6 +134,7 @@ def _of_prompts(run: Run, last: PolicyReading, noise: RatioInterval) -> Facts:
     setup = run.probe("policy").setup
     batch = float(last.metrics.get("gns_prompts/prompts_per_window") or setup.get("prompts_per_step") or 1)
     ranks = int(setup.get("ranks") or 1)
+    _, share = run.series("gns_prompts/completions_share")  # the part of a step's noise that comes from completions
     return Facts(
         unit="prompts",
         batch=batch,
@@ -145,12 +146,6 @@ def _of_prompts(run: Run, last: PolicyReading, noise: RatioInterval) -> Facts:
         name=run.name,
         trainer=str(setup.get("trainer") or ""),
         completions=setup.get("completions_per_prompt"),
-        completions_share=_completions_share(run),
+        completions_share=share[-1] if share else None,
         units_seen=batch * last.window,
     )
-
-
-def _completions_share(run: Run) -> float | None:
-    """The part of a step's noise that comes from completions, as it was last known."""
-    known = (r.metrics.get("gns_prompts/completions_share") for r in reversed(run.policy))
-    return next((share for share in known if share is not None), None)

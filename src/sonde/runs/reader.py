@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from sonde.batch_size.stats.columns import NOISE_SCALE
 from sonde.batch_size.stats.reading import GroupReading
-from sonde.log.lines import LONGEST_LINE, begins_header, last_run, lines_of, parse_record
-from sonde.log.sinks import RECORDS_NAME, other_unit
-from sonde.policy.stats.columns import PROMPT_NOISE
-from sonde.record_values import SCHEMA, SETTINGS
+from sonde.log.lines import LONGEST_LINE, begins_header, last_run, parse_record
+from sonde.log.sinks import RECORDS_NAME
+from sonde.log.values import count, filled, read_as
+from sonde.record_values import SCHEMA
 from sonde.runs.run import (
     Alert,
     ComparisonReading,
@@ -23,15 +22,11 @@ from sonde.runs.run import (
     ProbeSetup,
     Reading,
     Run,
-    WindowReading,
 )
-from sonde.runs.values import count, filled, number, read_as
 from sonde.wording import plural
 
-LARGEST = 1e150
-"""Largest size of a number that sonde writes. The square of a larger number overflows."""
-NEVER_NEGATIVE = (NOISE_SCALE, PROMPT_NOISE)
-"""Beginnings of the names of metrics that are never negative."""
+_UNWANTED = b'{"kind":"window"'
+"""The beginning of lines that are passed over. Not parsing them saves most of the time that they take."""
 ADVICE = "give a folder that sonde wrote"
 """What to do with a file that is not a run's log."""
 _KINDS: dict[str, tuple[str, type]] = {
@@ -41,7 +36,6 @@ _KINDS: dict[str, tuple[str, type]] = {
     "alert": ("alerts", Alert),
 }
 """Kinds of record that hold what they are read as, and where a `Run` has them."""
-_OF_KIND: dict[type, Callable[[object], object]] = {int: count, float: number, list: read_as(tuple[Any, ...])}
 
 
 def read_run(path: str | Path) -> Run:
@@ -60,49 +54,6 @@ def read_run(path: str | Path) -> Run:
             by a crash.
     """
     return Contents(find_records(path)).read_on(is_whole=True)
-
-
-def read_windows(path: str | Path) -> Iterator[WindowReading]:
-    """The windows of a log's last run (`RunLog(log_windows=True)`), one after the other, in little memory.
-
-    Args:
-        path: the run's folder, or the `.jsonl` file itself.
-
-    Raises:
-        FileNotFoundError: when there is no such folder or no log in it.
-        ValueError: when the file is not a run's log, was written by another version of sonde, or is damaged other than
-            by a crash.
-
-    Example:
-        >>> import tempfile
-        >>> import sonde, torch
-        >>> folder = tempfile.mkdtemp()
-        >>> model = torch.nn.Linear(4, 1)
-        >>> log = sonde.RunLog(sonde.JsonlSink(folder), log_windows=True)
-        >>> with sonde.attach(model, unit="rows", log=log, verbose=False) as probe:
-        ...     for _ in range(3):
-        ...         for _ in range(2):
-        ...             with probe.piece(units=8):
-        ...                 model(torch.randn(8, 4)).square().mean().backward()
-        ...         probe.step()
-        ...         model.zero_grad()
-        >>> [window.window for window in sonde.read_windows(folder)]
-        [1, 2, 3]
-    """
-    file = find_records(path)
-    lines = _WholeLines(file, unwanted=b'{"kind":"reading"')
-    segment = -1
-    for line in lines_of(file, advice=ADVICE):
-        if (record := lines.record(line)) is None:
-            continue
-        try:
-            if record["kind"] == "header":
-                segment += 1
-                _check_schema(file, record)
-            elif record["kind"] == "window":
-                yield filled(WindowReading, record, segment=segment)
-        except (KeyError, TypeError, OverflowError, AttributeError) as error:
-            _refuse(file, lines.number, error)
 
 
 def find_records(path: str | Path) -> Path:
@@ -132,54 +83,6 @@ def find_records(path: str | Path) -> Path:
     return path
 
 
-class _WholeLines:
-    """Reads the lines of a log one after the other, and tells records of its last run from lines that a crash tore.
-
-    Args:
-        file: the log.
-        unwanted: the beginning of lines to pass over. Not parsing them saves most of the time that they take.
-
-    Attributes:
-        last: where the last run begins.
-        number: of the last line, from 1.
-        torn: the lines that a restart follows, in words.
-    """
-
-    def __init__(self, file: Path, *, unwanted: bytes) -> None:
-        self.last = last_run(file, advice=ADVICE)
-        self.number = 0
-        self.torn: list[str] = []
-        self._file, self._unwanted = file, unwanted
-        self._cut: tuple[int, bytes] | None = None
-        """A torn line whose next line was not read yet, with its number."""
-
-    def record(self, line: bytes) -> dict[str, Any] | None:
-        """The record on the next line; None if the line is torn, not wanted, or of an earlier run.
-
-        Raises:
-            ValueError: when the file is damaged other than by a crash.
-        """
-        self.number += 1
-        if self.number <= self.last.lines_before:
-            return None
-        if self._cut is not None:
-            self.torn.append(_torn_within(self._file, self._cut, line))
-            self._cut = None
-        if line.startswith(self._unwanted) and line.endswith(b"}"):
-            return None
-        if (record := parse_record(line)) is None:
-            self._cut = self.number, line
-        return record
-
-    def all_torn(self) -> list[str]:
-        """The lines that are torn if no line follows, in words."""
-        if self._cut is None:
-            return self.torn
-        n_before = self._cut[0] - 1
-        last = f"line {n_before + 1}, the last one, is cut off in the middle: the {n_before} before it were read"
-        return [*self.torn, last]
-
-
 def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:
     number, line = torn
     if begins_header(following):
@@ -188,21 +91,6 @@ def _torn_within(file: Path, torn: tuple[int, bytes], following: bytes) -> str:
         f"{file} is damaged: line {number} is not a JSON object, got {line[:40]!r}, and no restart follows it: "
         "remove that line from a copy and read the copy"
     )
-
-
-def _refuse(file: Path, line: int, error: Exception) -> NoReturn:
-    found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-    raise ValueError(
-        f"line {line} of {file} is not a record of schema {SCHEMA}: {found}. Was it written by another program?"
-    ) from error
-
-
-def _check_schema(file: Path, header: Mapping[str, Any]) -> None:
-    if header["schema"] != SCHEMA:
-        raise ValueError(
-            f"{file} was written with record schema {header['schema']!r}, expected {SCHEMA}: read it with the version "
-            "of sonde that wrote it"
-        )
 
 
 class Contents:
@@ -221,23 +109,43 @@ class Contents:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.end = 0
-        self._lines = _WholeLines(file, unwanted=b'{"kind":"window"')
-        self._units: dict[str, str] = {}
+        self._last = last_run(file, advice=ADVICE)
+        self._n_lines = 0
+        self._torn: list[str] = []
+        """The lines that a restart follows, in words."""
+        self._cut: tuple[int, bytes] | None = None
+        """A torn line whose next line was not read yet, with its number."""
         self._headers: list[Header] = []
         self._readings: list[Reading] = []
         self._others: dict[str, list[Any]] = {name: [] for name, _ in _KINDS.values()}
         self._ended: str | None = None
         self._n_fresh = 0
-        self._declared: set[str] = set()
-        """Names of the metrics that sonde wrote, of all starts."""
 
-    def _add(self, record: Mapping[str, Any], line: int) -> None:
+    def _record(self, line: bytes) -> dict[str, Any] | None:
+        """The record on the next line; None if the line is torn, not wanted, or of an earlier run.
+
+        Raises:
+            ValueError: when the file is damaged other than by a crash.
+        """
+        self._n_lines += 1
+        if self._n_lines <= self._last.lines_before:
+            return None
+        if self._cut is not None:
+            self._torn.append(_torn_within(self.file, self._cut, line))
+            self._cut = None
+        if line.startswith(_UNWANTED) and line.endswith(b"}"):
+            return None
+        if (record := parse_record(line)) is None:
+            self._cut = self._n_lines, line
+        return record
+
+    def _add(self, record: Mapping[str, Any]) -> None:
         """Add a record as it was written; one of a kind that this version does not know is skipped.
 
         Raises:
             KeyError: when something is missing.
             TypeError: when something is of another kind than the schema says.
-            ValueError: for another schema, another unit, or a number that cannot be.
+            ValueError: for another schema.
         """
         segment = len(self._headers) - 1
         match kind := record["kind"]:
@@ -245,43 +153,30 @@ class Contents:
                 self._add_header(record)
             case "probe":
                 header = self._headers[-1]
-                self._headers[-1] = replace(header, probes=(*header.probes, self._probe(record)))
+                self._headers[-1] = replace(header, probes=(*header.probes, filled(ProbeSetup, record)))
             case "reading":
-                self._add_reading(record, segment, line)
+                self._add_reading(record, segment)
             case "details" if self._readings:  # the groups of the last reading, which was written without them
                 last = self._readings[-1]
                 self._readings[-1] = replace(last, groups=_groups(record), groups_window=last.window)
             case "policy" | "comparison" | "metrics" | "alert":
                 name, of = _KINDS[kind]
-                added: Any = filled(of, record, segment=segment)
-                self._others[name].append(added)
-                if kind == "policy":
-                    self._check_own_numbers(added.metrics, line)
+                self._others[name].append(filled(of, record, segment=segment))
             case "end":
                 self._ended = str(record["reason"])
             case "fresh":
                 self._n_fresh += 1
 
     def _add_header(self, record: Mapping[str, Any]) -> None:
-        _check_schema(self.file, record)
-        self._headers.append(filled(Header, record, probes=(self._probe(record),)))
+        if (schema := record["schema"]) != SCHEMA:
+            raise ValueError(
+                f"{self.file} was written with record schema {schema!r}, expected {SCHEMA}: read it with the version "
+                "of sonde that wrote it"
+            )
+        self._headers.append(filled(Header, record, probes=(filled(ProbeSetup, record),)))
         self._ended = None
 
-    def _probe(self, record: Mapping[str, Any]) -> ProbeSetup:
-        probe = filled(ProbeSetup, record)
-        for name, kind in SETTINGS.items():
-            if kind in _OF_KIND and probe.setup.get(name) is not None:
-                _check(_OF_KIND[kind], probe.setup[name], f"for {name!r} in its set-up")
-        if (other := other_unit(self._units, probe.writes, probe.unit)) is not None:
-            raise ValueError(
-                f"{self.file} holds runs measured in {other!r} and in {probe.unit!r}, "
-                "expected one unit: log each run to its own folder"
-            )
-        self._units[probe.writes] = probe.unit
-        self._declared |= probe.metrics.keys()
-        return probe
-
-    def _add_reading(self, record: Mapping[str, Any], segment: int, line: int) -> None:
+    def _add_reading(self, record: Mapping[str, Any], segment: int) -> None:
         last = self._readings[-1] if self._readings else None
         groups: Mapping[str, GroupReading] = {}
         groups_window = 0
@@ -289,24 +184,7 @@ class Contents:
             groups, groups_window = _groups(record), count(record["window"])
         elif last is not None and last.segment == segment:  # those that this start wrote last
             groups, groups_window = last.groups, last.groups_window
-        reading = filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window)
-        self._check_own_numbers(reading.metrics, line)
-        if reading.pieces.get("per_window") is not None:
-            _check(count, reading.pieces["per_window"], "for the pieces of a window")
-        self._readings.append(reading)
-
-    def _check_own_numbers(self, metrics: Mapping[str, float | None], line: int) -> None:
-        """Refuse a number of sonde's own that cannot be."""
-        for name, value in metrics.items():
-            if value is None or name not in self._declared:
-                continue
-            is_negative = value < 0 and name.startswith(NEVER_NEGATIVE)
-            if abs(value) > LARGEST or is_negative:
-                expected = f"at most {LARGEST:g} in size" if abs(value) > LARGEST else "0 or more"
-                raise ValueError(
-                    f"line {line} of {self.file} holds {name} = {value:g}, expected {expected}: "
-                    "sonde writes no such number; was the log edited, or written by another program?"
-                )
+        self._readings.append(filled(Reading, record, segment=segment, groups=groups, groups_window=groups_window))
 
     @property
     def is_of_last_run(self) -> bool:
@@ -329,11 +207,18 @@ class Contents:
             while (line := log.readline(LONGEST_LINE + 1)) and (is_whole or line.endswith(b"\n")):
                 self.end += len(line)
                 try:
-                    if (record := self._lines.record(line.removesuffix(b"\n"))) is not None:
-                        self._add(record, self._lines.number)
+                    if (record := self._record(line.removesuffix(b"\n"))) is not None:
+                        self._add(record)
                 except (KeyError, TypeError, OverflowError, AttributeError) as error:
-                    _refuse(self.file, self._lines.number, error)
-        torn = self._lines.all_torn() if is_whole else self._lines.torn
+                    found = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+                    raise ValueError(
+                        f"line {self._n_lines} of {self.file} is not a record of schema {SCHEMA}: {found}. Was it "
+                        "written by another program?"
+                    ) from error
+        torn = [*self._torn]
+        if is_whole and self._cut is not None:
+            n = self._cut[0] - 1
+            torn.append(f"line {n + 1}, the last one, is cut off in the middle: the {n} before it were read")
         if not self._headers:
             raise ValueError(f"{self.file} holds no whole record yet: its header was cut off; start the run again")
         others = {name: tuple(of) for name, of in self._others.items()}
@@ -343,7 +228,7 @@ class Contents:
             tuple(self._readings),
             ended=self._ended,
             torn="; ".join(torn) or None,
-            earlier_runs=self._lines.last.runs_before,
+            earlier_runs=self._last.runs_before,
             **others,
         )
 
@@ -352,10 +237,3 @@ def _groups(record: Mapping[str, Any]) -> dict[str, GroupReading]:
     groups: dict[str, GroupReading] = read_as(Mapping[str, GroupReading])(record["groups"])
     unbounded = {name: replace(of, high=math.inf) for name, of in groups.items() if of.status == "lower_bound"}
     return groups | unbounded
-
-
-def _check(read: Callable[[object], object], value: object, what_for: str) -> None:
-    try:
-        read(value)
-    except TypeError as error:
-        raise TypeError(f"{error}, {what_for}") from None

@@ -12,12 +12,12 @@ from typing import Any
 from sonde.batch_size.stats.columns import AVERAGE, BATCH, NOISE_SCALE
 from sonde.batch_size.stats.reading import GroupReading
 from sonde.decision.law import as_weighed
+from sonde.log.values import Moment
 from sonde.policy.stats.attribution import Causes, Share
 from sonde.policy.stats.columns import PROMPT_NOISE as PROMPT_NOISE
 from sonde.policy.stats.forecast_point import ComparedLoss, Per, Point, forecast_point
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.probe import ReportSection
-from sonde.runs.values import Moment
 from sonde.stats.columns import Description
 from sonde.stats.intervals import RatioInterval, Status, logged_interval
 from sonde.wording import plural
@@ -129,25 +129,6 @@ class Reading:
     def of_run(self) -> RatioInterval:
         """The noise scale that whole runs are compared by: their average. A checkpoint has no other than now."""
         return self.now if self.average.status == "unresolved" else self.average
-
-
-@dataclass(frozen=True)
-class WindowReading:
-    """One window, solved on its own. Windows that were dropped are not in a log.
-
-    Attributes:
-        segment: index of the start of the run it belongs to.
-        window: number of the optimizer step, from 1.
-        time: its end, in seconds since 1970.
-        metrics: by name; "gns/trace_cov" and "gns/grad_sq" among them, None where a number is not known.
-        groups: the same by group of parameters: "trace_cov" and "grad_sq".
-    """
-
-    segment: int
-    window: int
-    time: Moment
-    metrics: Mapping[str, float | None]
-    groups: Mapping[str, Mapping[str, float | None]]
 
 
 @dataclass(frozen=True)
@@ -370,11 +351,6 @@ class Run:
     def name(self) -> str:
         """The run's name; the name of its folder if the run was given none."""
         return self.header.run or self.path.resolve().parent.name
-
-    def mean(self, metric: str) -> float | None:
-        """The mean of a metric over all readings of the noise scale that know it; None if none does."""
-        known = [value for reading in self.readings if (value := reading.metrics.get(metric)) is not None]
-        return sum(known) / len(known) if known else None
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """One metric over the run. Readings that do not know the metric are left out.

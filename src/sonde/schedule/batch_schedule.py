@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.console import tell
-from sonde.evidence.rates import RateRule, factor_at, usual_rule_of
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import ReportSection
 from sonde.record_values import spacing, whole_number
+from sonde.schedule.rates import RateRule, factor_at, usual_rule_of
 from sonde.schedule.scaled_rate import RateAt, ScaledRate
 from sonde.schedule.stats.batch_rule import (
     POWERS_OF_TWO,
@@ -56,10 +56,8 @@ class BatchSchedule:
         largest: most micro-batches of a window on each rank.
         smallest: micro-batches of the first windows, those that the optimizer's own rate is right for.
         ratio: batch over B_simple that is aimed at. Larger ones save more steps, and cost more units.
-        hysteresis: an end of the interval must pass the next batch by this factor, from 1 up.
         counts: "powers of two" times `smallest`, or all numbers of micro-batches that are allowed.
         pause: measured windows after a change before the next.
-        monotone: never shrink the batch.
         rule: how the rate follows the batch: "sqrt", "linear", "adam", "none",
             "sgd=120", or multiples by micro-batches of a window. By default "sqrt"; for SGD "sgd=N", with N the lower
             end of the noise scale when the batch last changed.
@@ -110,10 +108,8 @@ class BatchSchedule:
         largest: int,
         smallest: int = 1,
         ratio: float = 0.5,
-        hysteresis: float = 1.1,
         counts: Literal["powers of two"] | Collection[int] = POWERS_OF_TWO,
         pause: int = 8,
-        monotone: bool = True,
         rule: RateRule | None = None,
         every: int = 10,
         on_change: Callable[[Decision], object] | None = None,
@@ -131,7 +127,7 @@ class BatchSchedule:
                 factor_at(rule, 1, 1)
             whole_number("every must be a whole number of windows", every)
             first, last = (whole_number("micro-batches must be a whole number", n) for n in (smallest, largest))
-            return BatchRule(first, last, ratio, hysteresis, counts, pause, monotone), every, rule
+            return BatchRule(first, last, ratio, counts, pause), every, rule
 
         of_ranks = gather_objects(probe.ranks, checked)
         _check_same(of_ranks)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sonde.evidence.rates import RateRule, factor_at, options_at, set_options
 from sonde.parallel.unwrap import outside_graphs
+from sonde.schedule.rates import RateRule, factor_at, options_at, set_options
 
 RateAt = tuple[RateRule, float, float]
 """A rule of the rate, a batch, and the batch that the optimizer's own rate is right for."""

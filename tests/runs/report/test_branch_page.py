@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from sonde.evidence.answer import in_words, noise_scales, times
+from sonde.evidence.answer import noise_scales, times
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
 from sonde.runs.report.branch_figures import loss_plot, ratio_plot
-from sonde.runs.report.branch_page import write_branch_report
+from sonde.runs.report.branch_page import branch_page
 from sonde.runs.report.figures import Plot
+from sonde.runs.report.page import write_page
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_branches import CRITICAL, PROXIES, curve_of, diverged, plausible_branches
 from tests.runs.report.visible_text import visible_text
@@ -23,7 +24,7 @@ BRANCHES = plausible_branches()
 
 
 def text_of(branches: Branches, folder: Path) -> str:
-    return visible_text(write_branch_report(branches, folder / "report.html"))
+    return visible_text(write_page(folder / "report.html", lambda: branch_page(branches)))
 
 
 def with_trouble() -> Branches:
@@ -48,13 +49,13 @@ def test_a_measured_critical_batch(tmp_path: Path) -> None:
     for fact in (
         f"Measured A batch size of up to {int(found.low or 0)} sequences needs at most 20 % more sequences than the "
         "reference, 16.",
-        f"The critical batch size is {in_words(found)} sequences, at a tolerance of 20 %.",
-        f"The first half of the sequences alone would say {in_words(half)}. The two agree.",
+        f"The critical batch size is {found.in_words} sequences, at a tolerance of 20 %.",
+        f"The first half of the sequences alone would say {half.in_words}. The two agree.",
         f"Batch size 64 {of_64.ratio:.2f}× {of_64.low:.2f} to {of_64.high:.2f}",
         f"64 0.002 {of_64.ratio:.2f}× ({of_64.low:.2f} to {of_64.high:.2f}) 3 of 3 ",
         "16 0.001 1 3 of 3 reference",
         "B crit = (b − 1.2 × 16)/0.2",
-        f"B crit by these branches {in_words(law)} –",
+        f"B crit by these branches {law.in_words} –",
         f"B noise (euclidean) 205 (160 to 260) {(noise.value or 0) / (law.ratio or 1):.2f} (",
         "from these branches.",
     ):
@@ -161,7 +162,7 @@ def test_the_command_finds_branches_in_a_folder(tmp_path: Path) -> None:
     file.write_text(json.dumps(BRANCHES.as_json()), encoding="utf-8")
     page = write_report(tmp_path)
     assert page == tmp_path / "report.html"
-    assert f"The critical batch size is {in_words(BRANCHES.critical)}" in visible_text(page)
+    assert f"The critical batch size is {BRANCHES.critical.in_words}" in visible_text(page)
     assert write_report(file, tmp_path / "other.html") == tmp_path / "other.html"
     with pytest.raises(ValueError, match="is not a report of sonde"):
         write_report(tmp_path, file)

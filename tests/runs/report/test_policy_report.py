@@ -64,7 +64,7 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Step 1: not to be trusted: the step is too large for these responses",
         "Responses to evaluation prompts are scored before and after the step.",
         "400 ms per forecast, with the measured changes, on average",
-        "fresh responses to other prompts.",
+        "evaluation: fresh responses to other prompts",
         "loss: dr_grpo",
     ):
         assert fact in text, fact
@@ -121,7 +121,11 @@ NOTHING = {"shares": [], "causes": None}
     [
         (
             {"has_truth": False, "has_noise": False, "causes": None},
-            ["Coverage – not known without fresh rollouts", "turn gns_probe on", "attach with causes=True to know"],
+            [
+                "Coverage – not known without fresh rollouts",
+                "sonde.PromptNoiseProbe does",
+                "attach with causes=True to know",
+            ],
         ),
         (NOTHING, ["The forecasts of this run were logged without the parts of single prompts."]),
         (

@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from sonde.evidence.branches import Branches
-from sonde.runs.report.branch_page import write_branch_report
+from sonde.runs.report.branch_page import branch_page
+from sonde.runs.report.page import write_page
 from sonde.runs.report.write import write_report
 from tests.chromium import DRAWN, OVERFLOW, in_browser, open_page, page_text
 from tests.runs.report.plausible_branches import PROXIES, diverged, plausible_branches
@@ -151,7 +152,7 @@ def _troubled_branches(text: str) -> Branches:
 
 @pytest.mark.parametrize("width", [400, 1200])
 def test_branches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int) -> None:
-    page = write_branch_report(_troubled_branches(f"{ATTACK} $$x$$"), tmp_path / "report.html")
+    page = write_page(tmp_path / "report.html", lambda: branch_page(_troubled_branches(f"{ATTACK} $$x$$")))
     open_page(browser, page, width=width)
     assert len(browser.execute_script(DRAWN)) == 3
     assert browser.execute_script(OVERFLOW) <= 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sonde.stats.columns import BLUE, GREEN, INK, ORANGE, Columns, Curve, Metric, Panel, interval
-from sonde.wording import count, percent
+from sonde.wording import count, duration, percent
 
 UNIT = "{unit}"
 NORM, CLIP_FRACTION, MAX_NORM, UPDATE_NORM = "grad/norm", "grad/clip_fraction", "grad/max_norm", "update/norm"
@@ -72,14 +72,17 @@ OF_WINDOWS: Columns = {
 }  # fmt: skip
 """Scalars of windows, which come under their names. A reading has their means, as of the user's own."""
 OF_INTERVAL: Columns = {
-    "cost/seconds_per_window": Metric("seconds", "host time that the probe costs, per window of training"),
+    "cost/seconds_per_window": Metric("seconds", "host time that the probe costs, per window of training",
+                                      term="Overhead", as_text=duration),
     "cost/fraction": Metric("fraction", "that host time over the time between windows"),
-    "cost/share": Metric("fraction", "part of the time that measuring takes, in the last windows", "cost.share"),
+    "cost/share": Metric("fraction", "part of the time that measuring takes, in the last windows", "cost.share",
+                         term="Cost", as_text=percent),
     "cost/share_error": Metric("fraction", "standard error of cost/share", "cost.error"),
-    "cost/every": Metric("windows", "windows of training for each measured one now", "cost.every"),
+    "cost/every": Metric("windows", "windows of training for each measured one now", "cost.every",
+                         term="Measured windows"),
     "run/units_seen": Metric(UNIT, "units seen: since the start", panel=_SCALE, curve=Curve("none"), as_text=count),
     "run/units_per_second": Metric("{unit} per second", "units consumed per second of wall time"),
-}
+}  # fmt: skip
 """Numbers of the windows since the reading before."""
 METRICS: Columns = {**OF_READING, **OF_WINDOWS, **OF_INTERVAL}
 _NOW = (NOISE_SCALE, *("_".join((NOISE_SCALE, end)) for end in ("low", "high")))

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -303,18 +303,13 @@ def _check_data(tried: dict[Size, list[_Steps]]) -> None:
 
 
 def _check_rising(curve: TimeCurve) -> None:
-    for (small, of_small), (large, of_large) in _pairs(curve):
+    """Refuse a larger micro-batch that took less time than the next smaller one."""
+    ranks, sizes = curve.timings[0].ranks, sorted({each.micro_batch for each in curve.timings})
+    for small, large in itertools.pairwise(sizes):
+        of_small, of_large = (curve.of_step(size, 1, ranks).likely for size in (small, large))
         if of_large < _FALLS * of_small:
             raise ValueError(
                 f"a micro-batch of {large:g} took {duration(of_large)}, less than one of {small:g}, "
                 f"{duration(of_small)}: other programs were running, or the script does other work at each size. Try "
                 "again when the machine is idle"
             )
-
-
-def _pairs(curve: TimeCurve) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
-    """Neighbouring micro-batches, each with the seconds of a step that has one of them."""
-    sizes = sorted({each.micro_batch for each in curve.timings})
-    ranks = curve.timings[0].ranks
-    points = [(size, curve.of_step(size, 1, ranks).likely) for size in sizes]
-    yield from itertools.pairwise(points)

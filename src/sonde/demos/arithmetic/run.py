@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,21 +16,19 @@ from sonde.demos.console import (
     INTERRUPTED,
     PANEL_WIDTH,
     LastingConsole,
-    RecordLines,
     check_ranges,
     choose_folder,
     conclude,
 )
 from sonde.log.sinks import JsonlSink
-from sonde.policy.stats.entropy_verdict import judge_entropy
+from sonde.log.trackers import FunctionSink
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.stats.forecast_point import forecast_point
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
 from sonde.wording import number
 
 FAILED = 1
-_STYLES = {"holds": "green", "collapses": "red", "unknown": "cyan"}
-"""Colours of the verdict; yellow for all others."""
 
 COMPLETIONS = 8
 """Completions of each prompt."""
@@ -83,7 +79,6 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
     import sonde.integrations.trl  # before any output, since TRL may be missing
 
     folder.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("sonde").setLevel(logging.ERROR)  # the lines below show alerts already
     console.print(
         f"sonde demo entropy: TRL's GRPOTrainer teaches a tiny transformer to add two digits. A step learns from "
         f"{PROMPTS} sums with {COMPLETIONS} completions each. Every {options.every} steps, sonde forecasts "
@@ -91,6 +86,10 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
         "rollouts before and after it. Ctrl-C stops early and keeps the measurements.\n",
         width=min(console.width, PANEL_WIDTH),
     )
+
+    def show(metrics: Mapping[str, float], step: int) -> None:
+        console.print(line_of(metrics, step, options.steps), markup=False, soft_wrap=True)
+
     status, ending = 0, "training ended"
     with tempfile.TemporaryDirectory() as checkpoints:
         with warnings.catch_warnings():
@@ -98,16 +97,13 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
             trainer = make_trainer(options, checkpoints)
         probes = sonde.integrations.trl.attach(
             trainer,
-            {
-                "gns_probe": {"enabled": True, "log_every": options.every},
-                "entropy_probe": {"enabled": True, "every": options.every, "budget": None, "micro_batch_prompts": 16},
-                "policy_entropy_probe": {"enabled": True},
-            },
+            EntropyChangeOptions(every=options.every, micro_batch_prompts=16),
+            noise_every=options.every,
             evaluation_prompts=EVALUATION_PROMPTS,
             causes=True,
             rollouts=True,
             log=RunLog(
-                [JsonlSink(folder), RecordLines(console, partial(record_line, n_steps=options.steps))],
+                [JsonlSink(folder), FunctionSink(show)],
                 run="adding by GRPO",
             ),
         )
@@ -125,13 +121,7 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
                 f"rate of {options.learning_rate:g} too large?"
             )
         probes.close(ending)
-    run = read_run(folder)
-
-    def judge() -> tuple[str, str, str]:
-        verdict = judge_entropy([reading.point for reading in run.policy])
-        return verdict.headline, verdict.detail, _STYLES.get(verdict.kind, "yellow")
-
-    conclude(run, judge, console)
+    conclude(read_run(folder), console)
     return status
 
 
@@ -183,30 +173,25 @@ def make_trainer(options: EntropyDemoOptions, folder: str | Path, **more: Any) -
     return trainer
 
 
-def record_line(record: Mapping[str, Any], n_steps: int) -> str | None:
-    """A policy's record as one line; None for other records.
+def line_of(metrics: Mapping[str, float], step: int, n_steps: int) -> str:
+    """The metrics of a step as one line.
 
     Example:
         >>> entropy = {"evaluation_per_token": 1.2, "delta_forecast": -0.0213, "delta_se": 0.001}
-        >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001, "is_valid": 1}
-        >>> metrics = {"reward": 0.5} | {f"entropy/{name}": value for name, value in entropy.items()}
-        >>> record_line({"kind": "policy", "window": 6, "metrics": metrics, "reason": ""}, 120)
+        >>> entropy |= {"delta_rollouts": -0.02, "delta_rollouts_se": 0.0001, "is_valid": 1.0}
+        >>> metrics = {"sonde/reward": 0.5} | {f"entropy/{name}": value for name, value in entropy.items()}
+        >>> line_of(metrics, 6, 120)
         'step 6/120, reward 0.50, entropy 1.20, forecast of its change −0.021 ± 0.001, truth −0.020 ± 1 × 10⁻⁴'
     """
-    if record["kind"] != "policy":
-        return None
-    metrics = record["metrics"]
-    point = forecast_point(record["window"], metrics, reason=record["reason"])
+    point = forecast_point(step, metrics)
     forecast, truth = (
         f"{number(metrics.get(f'entropy/delta_{name}'), 2)} ± {number(metrics.get(f'entropy/delta_{se}'), 1)}"
         for name, se in (("forecast", "se"), ("rollouts", "rollouts_se"))
     )
-    doubt = ""
-    if not point.is_valid and record["reason"]:
-        doubt = "; the step is too large" if point.is_too_large else f"; {record['reason'].split(':')[0]}"
+    doubt = "" if point.is_valid or point.delta is None else "; not to be trusted"
     return (
-        f"step {record['window']}/{n_steps}, reward {number(metrics.get('reward'), 2)}, entropy "
-        f"{number(point.entropy)}, forecast of its change {forecast}, truth {truth}{doubt}"
+        f"step {step}/{n_steps}, reward {number(metrics.get('sonde/reward'), 2)}, entropy {number(point.entropy)}, "
+        f"forecast of its change {forecast}, truth {truth}{doubt}"
     )
 
 

@@ -1,8 +1,8 @@
-"""The options of the demo, and the choices that follow from them on this machine."""
+"""The options of the demo."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,35 +46,8 @@ class DemoOptions:
     out: Annotated[Path | None, arg(metavar="FOLDER", help_behavior_hint="(default: sonde-demo/DATE-TIME)")] = None
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A run with every choice made, the same on every rank.
-
-    Attributes:
-        options: of the user.
-        folder: for the log and the report.
-        threads: CPU threads per process.
-        batch: sequences per optimizer step, over all ranks.
-    """
-
-    options: DemoOptions
-    folder: Path
-    threads: int
-    batch: int
-
-    def metadata(self) -> dict[str, object]:
-        """The choices for the log, as JSON values."""
-        given = {name: value for name, value in asdict(self.options).items() if name != "out"}
-        return given | {"threads": self.threads, "batch": self.batch}
-
-
-def decide(options: DemoOptions, folder: Path, *, n_cores: int) -> Setup:
-    """Make every choice that the options leave open.
-
-    Args:
-        options: the options of the user.
-        folder: folder for the log and the report.
-        n_cores: number of cores that this process may use.
+def decided(options: DemoOptions) -> DemoOptions:
+    """The options with a batch that fits them.
 
     Raises:
         ValueError: when an option is out of range, or when options do not fit each other.
@@ -94,4 +67,4 @@ def decide(options: DemoOptions, folder: Path, *, n_cores: int) -> Setup:
             f"the batch must be a multiple of ranks × micro-batches = {options.ranks} × {options.micro_batches}, "
             f"got {batch}: pass --batch {below or n_pieces}"
         )
-    return Setup(options, folder, max(1, n_cores // options.ranks), batch)
+    return replace(options, batch=batch)

@@ -6,29 +6,23 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 from rich.console import Console
 from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, start_processes
 
-from sonde.demos.byte_lm.options import DemoOptions, Setup, decide
+from sonde.demos.byte_lm.options import DemoOptions, decided
 from sonde.demos.byte_lm.task import find_sources
 from sonde.demos.byte_lm.train import train_rank
 from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
 from sonde.runs.reader import read_run
-from sonde.runs.report.verdicts import batch_size_panel
 
 FAILED = 1
-_STYLES = {"keep": "green", "wait": "cyan"}
-"""Colours of the decision; yellow for all others."""
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -48,38 +42,34 @@ def run_demo(options: DemoOptions) -> int:
     console = LastingConsole(highlight=False)
     sources = find_sources()
     folder = choose_folder(options.out)
-    setup = decide(options, folder, n_cores=_n_cores())
+    options = decided(options)
     folder.mkdir(parents=True, exist_ok=True)
-    _announce(setup, n_bytes=sum(source.stat().st_size for source in sources), console=console)
-    if failure := launch(setup):
+    _announce(options, n_bytes=sum(source.stat().st_size for source in sources), console=console)
+    if failure := launch(options, folder):
         log = folder / RECORDS_NAME
         log_text = f"; the log so far: {log}" if log.exists() else ""
         Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"{failure}{log_text}")
         return FAILED
-    return end(setup, console)
+    return end(options, folder, console)
 
 
-def _n_cores() -> int:
-    """Cores that this process may use. In a container or under taskset there are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _announce(setup: Setup, *, n_bytes: int, console: Console) -> None:
+def _announce(options: DemoOptions, *, n_bytes: int, console: Console) -> None:
     console.print(
-        f"sonde demo: {setup.options.ranks} processes on the CPU train a small transformer to write Python, byte by "
+        f"sonde demo: {options.ranks} processes on the CPU train a small transformer to write Python, byte by "
         f"byte, from the {n_bytes / 1e6:.0f} MB of Python's standard library. Meanwhile sonde measures the gradient "
         "noise scale B_simple: it shows how large a batch may be and still be worth its cost. Ctrl-C stops early and "
         "keeps what was measured.\n\n"
-        f"Starting {setup.options.ranks} processes ...\n",
+        f"Starting {options.ranks} processes ...\n",
         width=min(console.width, PANEL_WIDTH),
     )
 
 
-def launch(setup: Setup) -> str:
-    """Train on every rank and wait for the end.
+def launch(options: DemoOptions, folder: Path) -> str:
+    """Train on every rank and wait for the end. Ctrl-C asks all ranks to stop; a second one ends this process at once.
 
     Args:
-        setup: the run.
+        options: with a batch.
+        folder: for the log.
 
     Returns:
         What ended the training, for the user; empty if it ended by itself or by Ctrl-C.
@@ -89,17 +79,23 @@ def launch(setup: Setup) -> str:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     is_asked_to_stop = multiprocessing.get_context("spawn").Event()
-    with TemporaryDirectory(prefix="sonde-demo-") as folder, _at_ctrl_c(_asks(is_asked_to_stop)):
-        given = setup, Path(folder) / "ranks", is_asked_to_stop, os.getpid()
-        with _interrupts_held_back():
-            ranks = start_processes(train_rank, given, setup.options.ranks, join=False, daemon=True)
+    with TemporaryDirectory(prefix="sonde-demo-") as place:
+        given = options, folder, Path(place) / "ranks", is_asked_to_stop, os.getpid()
+        # Ctrl-C reaches all processes. The ranks inherit this, and never see it; here it waits until they are started.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        ranks = start_processes(train_rank, given, options.ranks, join=False, daemon=True)
         assert ranks is not None
-        try:
-            while not ranks.join():
-                pass
-        except ProcessException as error:
-            return _why_ended(error, ranks.processes)
-    return ""
+        while True:
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                if ranks.join():
+                    return ""
+            except KeyboardInterrupt:
+                if is_asked_to_stop.is_set():
+                    os._exit(INTERRUPTED)
+                is_asked_to_stop.set()
+            except ProcessException as error:
+                return _why_ended(error, ranks.processes)
 
 
 def _why_ended(error: ProcessException, ranks: Sequence[BaseProcess]) -> str:
@@ -116,60 +112,23 @@ def _why_ended(error: ProcessException, ranks: Sequence[BaseProcess]) -> str:
     return f"sonde: error: rank {error.error_index} ended: {error}"
 
 
-@contextmanager
-def _at_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Let Ctrl-C wait until the end. Processes started inside never see it, though it reaches all: they inherit this.
-
-    A signal that is ignored meanwhile, which they would inherit too, is lost to this process.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _asks(to_stop: Event) -> Callable[[int, FrameType | None], None]:
-    """A handler of Ctrl-C: the first asks all ranks to stop, a second ends this process at once, and then the ranks."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if to_stop.is_set():
-            os._exit(INTERRUPTED)
-        to_stop.set()
-
-    return handle
-
-
-def end(setup: Setup, console: Console) -> int:
+def end(options: DemoOptions, folder: Path, console: Console) -> int:
     """Say how a run has ended, and what follows from it.
 
     Args:
-        setup: the run.
+        options: of the run.
+        folder: with its log.
         console: the console to print to.
 
     Returns:
         The exit status.
     """
-    run = read_run(setup.folder)
-
-    def judge() -> tuple[str, str, str]:
-        panel = batch_size_panel(run)
-        return panel.action, panel.headline, _STYLES.get(panel.kind, "yellow")
-
+    run = read_run(folder)
     if run.ended == "interrupted":
         done = f"step {run.readings[-1].window}" if run.readings else "the first step"
         complete = " Log and report are complete up to this step." if run.readings else ""
-        console.print(f"Stopped at {done} of {setup.options.steps}.{complete}")
-    conclude(run, judge, console)
+        console.print(f"Stopped at {done} of {options.steps}.{complete}")
+    conclude(run, console)
     return INTERRUPTED if run.ended == "interrupted" else 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -20,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde.batch_size.stats.columns import NOISE_SCALE
-from sonde.demos.byte_lm.options import Setup
+from sonde.demos.byte_lm.options import DemoOptions
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
-from sonde.demos.console import LastingConsole, RecordLines
+from sonde.demos.console import LastingConsole
 from sonde.stats.intervals import logged_interval
-from sonde.wording import count, in_units, number, percent
+from sonde.wording import count, number, percent
 
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 20
@@ -32,37 +31,41 @@ LAST_RATE = 0.1  # of the peak learning rate
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def train_rank(rank: int, setup: Setup, meeting_point: Path, is_asked_to_stop: Event, launcher: int) -> None:
+def train_rank(
+    rank: int, options: DemoOptions, folder: Path, meeting_point: Path, is_asked_to_stop: Event, launcher: int
+) -> None:
     """Train one rank, in its own process.
 
     Args:
         rank: its number.
-        setup: the run, the same on every rank.
+        options: with a batch; the same on every rank.
+        folder: for the log.
         meeting_point: a file that is not there yet, by which the ranks find each other.
         is_asked_to_stop: set by the launcher at Ctrl-C. All ranks then stop together, after the same step.
         launcher: its process. If it is gone, the ranks stop too.
     """
-    where: dict[str, Any] = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": setup.options.ranks}
-    torch.set_num_threads(setup.threads)
+    where: dict[str, Any] = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": options.ranks}
+    # In a container or under taskset, a process may use fewer cores than the machine has.
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, n_cores // options.ranks))
     dist.init_process_group("gloo", **where)
     try:
-        _train(setup, lambda: is_asked_to_stop.is_set() or os.getppid() != launcher)
+        _train(options, folder, lambda: is_asked_to_stop.is_set() or os.getppid() != launcher)
     finally:
         dist.destroy_process_group()
 
 
-def _train(setup: Setup, must_stop: Callable[[], bool]) -> None:
-    rank, options = dist.get_rank(), setup.options
+def _train(options: DemoOptions, folder: Path, must_stop: Callable[[], bool]) -> None:
+    rank, batch = dist.get_rank(), options.batch or 0
     corpus = read_corpus(find_sources())
     torch.manual_seed(options.seed)  # the same initial weights on every rank
     model = DistributedDataParallel(ByteTransformer(context=options.context))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
 
-    logging.getLogger("sonde").addHandler(logging.NullHandler())  # the lines show the alerts of the probe
     log = sonde.RunLog(
-        [sonde.JsonlSink(setup.folder), RecordLines(LastingConsole(highlight=False), _lines(setup))],
+        [sonde.JsonlSink(folder), sonde.FunctionSink(_shown(options))],
         run="sonde demo: byte-level language model",
-        metadata=setup.metadata(),
+        metadata={name: value for name, value in vars(options).items() if name != "out"},
         every=options.log_every,
     )
     # By default, windows are left out to cost 1 %. A few hundred steps are few.
@@ -72,7 +75,7 @@ def _train(setup: Setup, must_stop: Callable[[], bool]) -> None:
                 probe.close("interrupted")
                 return
             generator = window_generator(options.seed, step, rank)
-            windows = draw_windows(corpus, setup.batch // options.ranks, options.context, generator)
+            windows = draw_windows(corpus, batch // options.ranks, options.context, generator)
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate * rate_at(step, options.steps)
 
@@ -138,34 +141,23 @@ def rate_at(step: int, n_steps: int) -> float:
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
 
 
-def _lines(setup: Setup) -> Callable[[Mapping[str, Any]], str | None]:
-    """The lines of readings, a few seconds apart, and of the last one."""
-    last = time.monotonic()
+def _shown(options: DemoOptions) -> Callable[[Mapping[str, float], int], None]:
+    """Prints a line of a reading, a few seconds apart, and of the last one."""
+    last, console = time.monotonic(), LastingConsole(highlight=False)
 
-    def line_of(record: Mapping[str, Any]) -> str | None:
+    def show(metrics: Mapping[str, float], step: int) -> None:
         nonlocal last
-        if record["kind"] != "reading":
-            return None
-        if time.monotonic() - last < _SECONDS_BETWEEN_LINES and record["window"] != setup.options.steps:
-            return None
-        last = time.monotonic()
-        return _line(record, setup)
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES or step == options.steps:
+            last = time.monotonic()
+            console.print(_line(metrics, step, options), markup=False, soft_wrap=True)
 
-    return line_of
+    return show
 
 
-def _line(reading: Mapping[str, Any], setup: Setup) -> str:
-    metrics, context = reading["metrics"], setup.options.context
-    speed = metrics["run/units_per_second"]
-    bytes_per_second = count(None if speed is None else speed * context)
+def _line(metrics: Mapping[str, float], step: int, options: DemoOptions) -> str:
+    speed, known = metrics.get("run/units_per_second"), logged_interval(metrics, NOISE_SCALE)
+    scale = f"{known.in_words} sequences" if known.low is not None else known.in_words
     return (
-        f"step {reading['window']}/{setup.options.steps}, loss {number(metrics['loss'])} nats per byte, B_simple "
-        f"{_noise_scale(reading)}, {bytes_per_second} bytes/s, probe {percent(metrics['cost/fraction'])} of the time"
+        f"step {step}/{options.steps}, loss {number(metrics.get('sonde/loss'))} nats per byte, B_simple {scale}, "
+        f"{count(speed and speed * options.context)} bytes/s, probe {percent(metrics.get('cost/fraction'))} of the time"
     )
-
-
-def _noise_scale(reading: Mapping[str, Any]) -> str:
-    known = logged_interval(reading["metrics"], NOISE_SCALE)
-    if known.status == "unresolved":
-        return f"not known yet ({reading['reason']})"
-    return in_units(known.ratio, known.low, known.high, "sequences")

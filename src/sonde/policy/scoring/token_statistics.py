@@ -81,14 +81,14 @@ class CausalLMStatistics:
             )
 
 
-def as_statistics(given: object, temperature: float | None = None) -> TokenStatistics:
+def as_statistics(given: object) -> TokenStatistics:
     """What scores responses: what was given, or `CausalLMStatistics` for None.
 
     Raises:
         ValueError: for what cannot be called with a model and `Rollouts`.
     """
     if given is None:
-        return CausalLMStatistics(temperature)
+        return CausalLMStatistics()
     if callable(given) and not isinstance(given, type):
         return cast(TokenStatistics, given)
     if isinstance(given, type):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from sonde.evidence.answer import Row as TableRow
-from sonde.evidence.answer import capital
 from sonde.runs.compare.side_by_side import ENTROPY, By, Comparison
 from sonde.runs.compare.stats.at_equal import Points
 from sonde.runs.compare.words import beside_rows, reached_rows, run_rows, setting_rows, summary
@@ -25,30 +23,12 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.report.how_measured import MAX_TEXT, Row
-from sonde.runs.report.page import check_target, whole_page, write_in_one_step
-from sonde.wording import number, plural
+from sonde.runs.report.page import whole_page
+from sonde.wording import capital, number
 
 _N_TEXTS = 120
 """Places of a figure that have a hover text."""
 _TIMES = ((3600.0, "Hours"), (60.0, "Minutes"), (1.0, "Seconds"))
-
-
-def write_comparison(found: Comparison, out: Path) -> Path:
-    """Write the page of several runs: one HTML file that opens in any browser.
-
-    Args:
-        found: as `read_runs` returns it.
-        out: the file. An older report is replaced in one step. Any other file is left alone.
-
-    Returns:
-        The file that was written.
-
-    Raises:
-        ValueError: when `out` exists and is not a report.
-    """
-    check_target(out)
-    write_in_one_step(out, comparison_page(found))
-    return out
 
 
 def comparison_page(found: Comparison) -> str:
@@ -69,7 +49,6 @@ def comparison_page(found: Comparison) -> str:
         facts=[run.name for run in found.runs],
         alerts_title="Noticed in these runs",
         alerts=[{"message": f"{notice}."} for notice in found.notices],
-        more_alerts=plural(max(len(found.notices) - 5, 0), "more notice"),
         panels=[panel],
         rows=[Row("Differences", (_METHOD,)), Row("Logs", logs), Row("Noticed", found.notices or ("Nothing.",))],
         source="the logs of these runs",
@@ -116,7 +95,7 @@ def _curves(found: Comparison, name: str, label: str) -> Plot | None:
         if run in drawn:
             points = drawn[run]
             x, values = [at / per_unit for at, _ in points], [value for _, value in points]
-            add_curve(fig, x, values, color, "solid" if mark == "line" else mark)
+            add_curve(fig, x, values, color, mark)
             legend.append(LegendEntry(mark, color, run.name))
             words.append(f"{run.letter}: {number(values[0])} at first, {number(values[-1])} at last")
     places = [x_scale.at(k / _N_TEXTS) for k in range(_N_TEXTS + 1)]

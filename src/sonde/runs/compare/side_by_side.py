@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sonde.decision.facts import Reached
-from sonde.evidence.answer import capital
 from sonde.runs.compare.stats.at_equal import Difference, Points, difference, level_at, reached
 from sonde.runs.losses import is_held_out, losses_first
 from sonde.runs.names import names_apart, shorten_apart
 from sonde.runs.reader import find_records, read_run
 from sonde.runs.run import AnyReading, PolicyReading, Run, logged_batch, own_value_names
-from sonde.wording import count
+from sonde.wording import capital, count
 
 By = Literal["units", "steps", "time"]
 AXES: tuple[By, ...] = ("units", "steps", "time")

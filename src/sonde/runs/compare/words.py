@@ -11,7 +11,7 @@ from typing import Any
 
 from sonde.decision.decide import Decision, decide
 from sonde.decision.pool import pool
-from sonde.evidence.answer import Row, in_words
+from sonde.evidence.answer import Row
 from sonde.runs.compare.side_by_side import AXES, ENTROPY, By, ComparedRun, Comparison
 from sonde.runs.facts import facts_of_runs
 from sonde.runs.losses import last_loss
@@ -94,7 +94,7 @@ def run_rows(found: Comparison) -> Iterator[Row]:
         seen, cost = each.position(last, "units"), last.metrics.get("cost/share")
         cells = ["–" if value is None else number(value) for value in (each.batch, last.window, seen)]
         cells += [duration(each.position(last, "time") or 0.0), "–" if cost is None else f"{number(100 * cost, 2)} %"]
-        cells += [in_words(last.now), in_words(last.of_run)] if isinstance(last, Reading) else ["–", "–"]
+        cells += [last.now.in_words, last.of_run.in_words] if isinstance(last, Reading) else ["–", "–"]
         loss = last_loss(run)
         said = "–" if loss is None else f"{shorten(loss.name)} {number(loss.value)}"
         yield each.name, verdict_panels(run)[-1].badge if run.policy else said, *cells

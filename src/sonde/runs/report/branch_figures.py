@@ -12,7 +12,7 @@ from bokeh.models.annotations import BoxAnnotation
 from bokeh.models.glyphs import Line, Scatter, Segment
 from bokeh.plotting import figure
 
-from sonde.evidence.answer import capital, in_words, times
+from sonde.evidence.answer import times
 from sonde.evidence.branches import Branch, Branches
 from sonde.runs.report.curves import Curve, add_band, add_curve
 from sonde.runs.report.figures import (
@@ -32,7 +32,7 @@ from sonde.runs.report.figures import (
 from sonde.runs.report.intervals import draw_intervals
 from sonde.stats.columns import BLUE, GREY, INK, ORANGE
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import count, number, percent
+from sonde.wording import capital, count, number, percent
 
 
 def ratio_plot(branches: Branches, scales: Sequence[tuple[str, RatioInterval]]) -> Plot | str:
@@ -74,7 +74,7 @@ def ratio_plot(branches: Branches, scales: Sequence[tuple[str, RatioInterval]]) 
         _draw_critical(rows, x, branches)
         figures, legend = [fig, rows], [*legend, *marks]
     said = [f"batch size {number(r.batch)}: {times(r)}" for r in known]
-    said += [f"{name}: {in_words(of)} {unit}" for name, of in scales]
+    said += [f"{name}: {of.in_words} {unit}" for name, of in scales]
     words = f"{capital(unit)} that each batch size needs, times those of the reference. {'; '.join(said)}."
     return Plot(tuple(figures), (*dict.fromkeys([LegendEntry("dashed", ORANGE, more), *legend]),), words)
 
@@ -117,7 +117,7 @@ def _draw_critical(fig: figure, x: Scale, branches: Branches) -> list[LegendEntr
     fig.add_layout(BoxAnnotation(left=left, right=right, fill_color=BLUE, fill_alpha=0.10, line_color=None))
     if critical.ratio is None:
         return [LegendEntry("band", BLUE, "possible range of the critical batch size: no upper end known")]
-    add_line_at(fig, critical.ratio, "height", BLUE, "solid")
+    add_line_at(fig, critical.ratio, "height", BLUE, "line")
     return [
         LegendEntry("bar", BLUE, f"critical batch size, {number(critical.ratio)} {branches.unit}"),
         LegendEntry("band", BLUE, f"its {percent(0.95)} interval"),
@@ -163,7 +163,7 @@ def _scales_figure(
         add_label(fig, x.at(0.0), row - 0.08, name)
     texts: dict[str, Callable[[int], str]] = {
         "noise scale": lambda i: scales[i][0],
-        "value": lambda i: in_words(ofs[i]),
+        "value": lambda i: ofs[i].in_words,
     }
     add_hover(fig, anchors, [float(i) for i in range(len(scales))], texts, mode="hline")
     return fig, legend
@@ -195,7 +195,7 @@ def loss_plot(branches: Branches) -> Plot | str:
             add_band(fig, units, [*map(min, columns)], [*map(max, columns)], y, Curve("band", color, "", ""))
         # Seeds that were evaluated at other units have no mean: each is drawn.
         for at, losses in [(units, mean)] if units else [([*c.units], [*c.losses]) for c in curves]:
-            add_curve(fig, at, losses, color, "solid" if mark == "line" else mark)
+            add_curve(fig, at, losses, color, mark)
         legend.append(LegendEntry(mark, color, f"batch size {number(batch)}"))
         first, last = (number(statistics.fmean(curve.losses[k] for curve in curves), 4) for k in (0, -1))
         words.append(f"batch size {number(batch)}: {first} at first, {last} at last")

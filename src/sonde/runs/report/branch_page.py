@@ -10,7 +10,6 @@ from sonde.evidence.answer import (
     advice,
     at_half,
     batch_rows,
-    capital,
     headline,
     noise_scales,
     scale_rows,
@@ -21,9 +20,9 @@ from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
 from sonde.evidence.stats.branched_batch import UnitsRatio
 from sonde.runs.report.how_measured import Row
-from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_in_one_step
+from sonde.runs.report.page import whole_page
 from sonde.runs.report.verdicts import Tile, VerdictPanel
-from sonde.wording import count, interval, number, percent, plural
+from sonde.wording import capital, count, interval, number, percent, plural
 
 BRANCHES_NAME = "branches.json"
 """The file of branches in the folder of `sonde branch`."""
@@ -47,26 +46,6 @@ def read_branches(path: Path) -> Branches:
         return Branches.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} does not hold branches: give a folder that `sonde branch` wrote") from error
-
-
-def write_branch_report(branches: Branches, path: Path) -> Path:
-    """Write the page of branches: one HTML file that opens in any browser.
-
-    Args:
-        branches: from one checkpoint.
-        path: the file to write. An older report is replaced in one step. Any other file is left alone.
-
-    Returns:
-        The file that was written.
-
-    Raises:
-        ValueError: when `path` exists and is not a report.
-        ImportError: without the `bokeh` package.
-    """
-    check_bokeh()
-    check_target(path)
-    write_in_one_step(path, branch_page(branches))
-    return path
 
 
 def branch_page(branches: Branches) -> str:
@@ -99,9 +78,8 @@ def branch_page(branches: Branches) -> str:
         ),
         alerts_title="Noticed in these branches",
         alerts=[{"message": sentence} for sentence in noticed],
-        more_alerts=plural(max(len(noticed) - 5, 0), "more alert"),
         panels=[_panel(branches)],
-        rows=[*_how_measured(branches), *([Row("Alerts", tuple(noticed[5:]))] if noticed[5:] else [])],
+        rows=[*_how_measured(branches), Row("Alerts", tuple(noticed[5:]))],
         source="these branches",
     )
 

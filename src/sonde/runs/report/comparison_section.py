@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from bokeh.models import FixedTicker, PlainText
-from bokeh.models.glyphs import Scatter, Segment
-
 from sonde.policy.stats.forecast_point import ComparedLoss
-from sonde.runs.report.figures import (
-    LegendEntry,
-    Plot,
-    Section,
-    Table,
-    add_hover,
-    add_line_at,
-    draw,
-    new_figure,
-    scale_for,
-)
+from sonde.runs.report.figures import Plot, Section, Table, add_line_at, scale_for
 from sonde.runs.report.how_measured import cut
+from sonde.runs.report.intervals import rows_figure
 from sonde.runs.run import ComparisonReading, Run
-from sonde.stats.columns import BLUE, GREY
+from sonde.stats.columns import GREY
+from sonde.stats.intervals import RatioInterval, unresolved
 from sonde.wording import interval, number, plural, shorten
 
 _TEXT = (
@@ -62,32 +49,21 @@ def _table(comparison: ComparisonReading) -> Table:
 
 
 def _figure(comparison: ComparisonReading) -> Plot | str:
-    """A point with its interval for each loss, one below the other."""
-    others = [of for of in comparison.options if of.name != comparison.baseline][::-1]
+    """A point with its interval for each loss, one below the other; a cross for one that is not to be trusted."""
+    others = [of for of in comparison.options if of.name != comparison.baseline]
     if all(of.difference is None for of in others):
         return "No difference is known."
-    places = [float(i) for i in range(len(others))]
-    x = scale_for([0.0, *(v for of in others for v in (of.difference, of.low, of.high))], "linear")
-    y = scale_for([-0.5, len(others) - 0.5], "linear")
-    label = f"Difference (nats a {comparison.per})"
-    fig = new_figure(x, y, x_label=label, y_label="", height=40 * len(others) + 90)
-    fig.yaxis[0].ticker = FixedTicker(ticks=list(range(len(others))))
-    fig.yaxis[0].major_label_overrides = {i: PlainText(text=shorten(of.name, 25)) for i, of in enumerate(others)}
-    fig.yaxis.axis_label = None
+    intervals = [
+        RatioInterval("resolved", of.low, of.high, ratio=of.difference) if of.is_valid else unresolved(of.words)
+        for of in others
+    ]
+    x = scale_for([0.0, *(v for of in intervals for v in (of.ratio, of.low, of.high))], "linear")
+    label, known = f"Difference (nats a {comparison.per})", [_difference(of) for of in others]
+    texts = {"loss": lambda i: others[i].name, "difference": lambda i: known[i], "entropy": lambda i: others[i].words}
+    what = f"difference from {comparison.baseline}"
+    fig, legend = rows_figure([of.name for of in others], intervals, x, label, texts, what=what)
     add_line_at(fig, 0.0, "height", GREY, "dotted")
-    for is_valid, color in ((True, BLUE), (False, GREY)):
-        rows = [i for i, of in enumerate(others) if of.is_valid is is_valid]
-        at = [places[i] for i in rows]
-        low, high, middle = ([getattr(others[i], of) for i in rows] for of in ("low", "high", "difference"))
-        draw(fig, Segment(line_color=color, line_width=5, line_alpha=0.3), x0=low, y0=at, x1=high, y1=at)
-        draw(fig, Scatter(size=8, fill_color=color if is_valid else None, line_color=color), x=middle, y=at)
-    known = [_difference(of) for of in others]
-    texts: dict[str, Callable[[int], str]] = {"loss": lambda i: others[i].name, "difference": lambda i: known[i]}
-    add_hover(fig, [of.difference for of in others], places, texts, mode="hline")
-    legend = [LegendEntry("whisker", BLUE, f"difference from {comparison.baseline}, with its 95 % interval")]
-    if not all(of.is_valid for of in others):
-        legend.append(LegendEntry("dot", GREY, "difference that is not to be trusted"))
-    words = "; ".join(f"{of.name}: {text}, {of.words}" for of, text in zip(others[::-1], known[::-1], strict=True))
+    words = "; ".join(f"{of.name}: {text}, {of.words}" for of, text in zip(others, known, strict=True))
     return Plot((fig,), tuple(legend), f"{label} from {comparison.baseline}. {words}.")
 
 

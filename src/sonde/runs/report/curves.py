@@ -21,6 +21,7 @@ from sonde.runs.report.figures import (
     Scale,
     add_hover,
     add_line_at,
+    dash_of,
     draw,
     evenly,
     new_figure,
@@ -32,7 +33,7 @@ from sonde.stats.columns import GREY, ORANGE, Columns, Mark, Metric, Value
 from sonde.stats.columns import Curve as Curve
 from sonde.stats.columns import Panel as Panel
 from sonde.stats.intervals import logged_interval
-from sonde.wording import count, number
+from sonde.wording import capital, count, number
 
 PIXELS = 800
 """The plotting area of the report is at most this wide. A curve of more values shows the lowest and the highest of each
@@ -101,8 +102,7 @@ def units_label(most: float, unit: str) -> tuple[float, str]:
     per_unit, word = next(
         (f, w) for f, w in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if most >= 10 * f or f == 1
     )
-    label = f"{word}{unit} seen"
-    return per_unit, label[0].upper() + label[1:]
+    return per_unit, capital(f"{word}{unit} seen")
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Floa
         add_line_at(fig, y.clamp(float(constant[0])), "width", curve.color, "dashed")
         return
     inside = np.where(values == shown, values, np.nan) if curve.outside else shown
-    add_curve(fig, line.x, inside, curve.color, "solid" if curve.mark == "line" else curve.mark)
+    add_curve(fig, line.x, inside, curve.color, curve.mark)
     ends: tuple[tuple[Mark, Any, float], ...] = ("up", values > y.end, 0.975), ("down", values < y.start, 0.025)
     for mark, is_beyond, height in ends:
         if curve.outside and is_beyond.any():
@@ -330,13 +330,13 @@ def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Floa
             yield LegendEntry(mark, curve.color, curve.outside)
 
 
-def add_curve(fig: figure, x: ArrayLike, y: ArrayLike, color: str, dash: str = "solid") -> None:
+def add_curve(fig: figure, x: ArrayLike, y: ArrayLike, color: str, mark: Mark = "line") -> None:
     """A line that breaks where y is NaN. A value without a neighbour is drawn as a dot."""
     places, values = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     if len(places) > 2 * PIXELS:
         places, low, high = per_pixel(places, values, values)
         places, values = np.repeat(places, 2), np.column_stack((low, high)).ravel()
-    draw(fig, Line(line_color=color, line_width=2, line_dash=dash), x=places, y=values)
+    draw(fig, Line(line_color=color, line_width=2, line_dash=dash_of(mark)), x=places, y=values)
     unknown = np.isnan([np.nan, *values, np.nan])
     alone = unknown[:-2] & ~unknown[1:-1] & unknown[2:]
     draw(fig, Scatter(line_color=color, fill_color=color, size=5), x=places[alone], y=values[alone])

@@ -314,9 +314,15 @@ def evenly(rows: list[Any], most: int) -> list[Any]:
     return rows[::-1][:: max(math.ceil(len(rows) / most), 1)][::-1]
 
 
-def add_line_at(fig: figure, value: float, dimension: Literal["width", "height"], color: str, dash: str) -> None:
+def dash_of(mark: Mark) -> str:
+    """What Bokeh calls the line of a mark."""
+    return "solid" if mark == "line" else mark
+
+
+def add_line_at(fig: figure, value: float, dimension: Literal["width", "height"], color: str, mark: Mark) -> None:
     """A straight line across the figure: at height `value` for "width", at x = `value` for "height"."""
-    fig.add_layout(Span(location=value, dimension=dimension, line_color=color, line_dash=dash, line_width=1.5))
+    line = Span(location=value, dimension=dimension, line_color=color, line_dash=dash_of(mark), line_width=1.5)
+    fig.add_layout(line)
 
 
 def add_label(fig: figure, x: float, y: float, text: str, *, align: Literal["left", "right"] = "left") -> None:

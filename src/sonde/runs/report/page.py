@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,26 @@ def check_target(target: Path) -> None:
             raise ValueError(
                 f"{target} exists and is not a report of sonde, so nothing was written: choose another file name"
             )
+
+
+def write_page(target: Path, page: Callable[[], str]) -> Path:
+    """Write a page: one HTML file that opens in any browser.
+
+    Args:
+        target: the file. An older report is replaced in one step. Any other file is left alone.
+        page: makes the whole page.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        ValueError: when `target` exists and is not a report.
+        ImportError: without the `bokeh` package.
+    """
+    check_bokeh()
+    check_target(target)
+    write_in_one_step(target, page())
+    return target
 
 
 def write_in_one_step(target: Path, text: str) -> None:

@@ -69,7 +69,7 @@ def prompt_noise_plot(readings: Sequence[PolicyReading], axis: TimeAxis) -> Plot
     """The noise scale in prompts beside the prompts of a step, or a sentence if it is not known."""
     measured = [r for r in readings if r.metrics.get(PROMPTS) is not None]
     if not measured:
-        return "The noise scale in prompts was not measured in this run: turn gns_probe on."
+        return "The noise scale in prompts was not measured in this run: sonde.PromptNoiseProbe does."
     if all(logged_interval(r.metrics, PROMPT_NOISE).status == "unresolved" for r in measured):
         return "No measurement has an estimate or a bound of the noise scale in prompts yet: measure more windows."
     return draw_panels(panels_of(METRICS, IN_PROMPTS), readings, axis, "")

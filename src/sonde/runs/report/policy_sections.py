@@ -20,7 +20,7 @@ from sonde.runs.report.policy_curves import (
 )
 from sonde.runs.report.sections import other_sections, section_over_run, values_section
 from sonde.runs.run import PolicyReading, Run, own_value_names
-from sonde.wording import number, percent
+from sonde.wording import capital, number, percent
 
 T = TypeVar("T")
 
@@ -214,6 +214,6 @@ def _parts(readings: Sequence[PolicyReading]) -> Table | None:
         if column.is_listed and values:
             label = f"{column.short} ({column.unit})" if column.as_text is number else column.short
             last = forecasts[-1].metrics.get(name)
-            rows.append((label[0].upper() + label[1:], column.text(last), column.text(median(values))))
+            rows.append((capital(label), column.text(last), column.text(median(values))))
     caption = "The numbers behind the forecast of the last measured step, and their medians over all measured steps"
     return Table(caption, ("", f"Step {forecasts[-1].window:,}", "Median"), tuple(rows))

@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bokeh.models import FixedTicker, PlainText
 from bokeh.models.annotations import BoxAnnotation
-from bokeh.models.glyphs import Line, Scatter
+from bokeh.models.glyphs import Scatter
 
 from sonde.batch_size.stats.columns import BATCH, METRICS, MOMENTS, NORMS, OVER_RUN
 from sonde.decision.facts import Facts
 from sonde.decision.law import steps_and_examples
 from sonde.decision.proxy import law_in_words
 from sonde.runs.facts import facts_of_run
-from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, draw_panels, interval_curves, panels_of
+from sonde.runs.report.curves import PIXELS, Curve, Panel, TimeAxis, add_curve, draw_panels, interval_curves, panels_of
 from sonde.runs.report.figures import (
     LegendEntry,
     Plot,
@@ -25,26 +24,23 @@ from sonde.runs.report.figures import (
     add_hover,
     add_label,
     add_line_at,
-    add_log_axis_above,
     draw,
     log_ticks,
     new_figure,
     reachable,
     scale_for,
 )
-from sonde.runs.report.intervals import draw_intervals
+from sonde.runs.report.intervals import TALL, rows_figure
 from sonde.runs.report.verdicts import position_text
 from sonde.runs.run import AnyReading, Reading, Run, logged_batch, own_value_names
 from sonde.stats.columns import BLUE, GREEN, INK, ORANGE, Columns, Description, Mark
 from sonde.stats.intervals import RatioInterval
-from sonde.wording import count, estimate, number, percent, plural, shorten
+from sonde.wording import count, number, percent, plural, shorten
 
 MAX_VALUES = 4
 """Largest number of logged values that are drawn. It keeps the page small and readable, whatever a run logs."""
 MAX_GROUPS = 400
 """Largest number of groups that are drawn. A longer figure would be unreadable and large."""
-_TALL = 30
-"""With more groups, rows are closer and the axis is repeated above."""
 
 
 def noise_scale_sections(run: Run) -> list[Section]:
@@ -224,9 +220,10 @@ def tradeoff_plot(run: Facts) -> Plot | str:
     known = next((scope.critical for scope in run.scopes.values() if scope.critical.high), None)
     if known is None:
         return "The trade-off needs a noise scale or a bound of the noise scale. The last reading has neither."
-    low, high, is_known = known.low, known.high, known.middle is not None
-    where = "upper bound" if low == 0 else "lower bound" if math.isinf(high) else "middle of the range"
-    critical = known.middle or (high if low == 0 else low if math.isinf(high) else math.sqrt(low * high))
+    low, high, where = known.low, known.high, ""
+    if (critical := known.middle) is None:
+        where = "upper bound" if low == 0 else "lower bound" if math.isinf(high) else "middle of the range"
+        critical = high if low == 0 else low if math.isinf(high) else math.sqrt(low * high)
 
     extremes = (batch, critical, max(low, critical / 10), min(high, 10 * critical))
     x = Scale("log", min(extremes) / 8, max(extremes) * 8)
@@ -238,12 +235,12 @@ def tradeoff_plot(run: Facts) -> Plot | str:
     fig.yaxis[0].major_label_overrides = {tick: f"{number(tick)}×" for tick in log_ticks(y)}
     left, right = max(low, x.start), min(high, x.end)
     fig.add_layout(BoxAnnotation(left=left, right=right, fill_color=BLUE, fill_alpha=0.10, line_color=None))
-    dash = "solid" if is_known else "dashed"
-    add_line_at(fig, critical, "height", BLUE, dash)
+    line: Mark = "dashed" if where else "line"
+    add_line_at(fig, critical, "height", BLUE, line)
     sizes = [x.at(i / 200) for i in range(201)]
     costs = [steps_and_examples(size, critical) for size in sizes]
     for curve, color in (([c.steps for c in costs], GREEN), ([c.examples for c in costs], ORANGE)):
-        draw(fig, Line(line_color=color, line_width=2.5, line_dash=dash), x=sizes, y=curve)
+        add_curve(fig, sizes, curve, color, line)
     texts: dict[str, Callable[[int], str]] = {
         "batch size": lambda i: number(sizes[i]),
         "steps": lambda i: f"{number(costs[i].steps)}×",
@@ -255,27 +252,19 @@ def tradeoff_plot(run: Facts) -> Plot | str:
     draw(fig, marks, x=[batch] * 2, y=[here.steps, here.examples])
     # Put the label on the side away from the line of B_crit.
     add_label(fig, batch, y.at(0.92), "you are here", align="right" if batch < critical else "left")
-    legend = _tradeoff_legend(batch, critical, unit, "" if is_known else where)
+    if_there = f", if B_crit is at the {where}" if where else ""
+    legend = (
+        LegendEntry(line, GREEN, f"optimizer steps, S/S_min{if_there}"),
+        LegendEntry(line, ORANGE, f"{unit} used, E/E_min{if_there}"),
+        LegendEntry("bar", BLUE, f"{where + ' of ' if where else ''}B_crit, {number(critical)} {unit}"),
+        LegendEntry("band", BLUE, "range of B_crit"),
+        LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step"),
+    )
     words = (
         f"Costs over the batch size. {'; '.join(entry.text for entry in legend)}. At this run's batch, steps are "
         f"{number(here.steps, 2)}× and {unit} {number(here.examples, 2)}× the least possible."
     )
     return Plot((fig,), legend, words)
-
-
-def _tradeoff_legend(batch: float, critical: float, unit: str, where: str) -> tuple[LegendEntry, ...]:
-    """`where` in its range B_crit is taken to be; empty where it is known."""
-    line: Mark = "dashed" if where else "line"
-    ends = {"lower bound": (": at least this", ": at most this"), "upper bound": (": at most this", ": at least this")}
-    steps, units = ends.get(where, ("", ""))
-    of_run = f", if B_crit is at the {where}" if where else ""
-    return (
-        LegendEntry(line, GREEN, f"optimizer steps, S/S_min{steps}"),
-        LegendEntry(line, ORANGE, f"{unit} used, E/E_min{units}"),
-        LegendEntry("bar", BLUE, f"{where + ' of ' if where else ''}B_crit, {number(critical)} {unit}"),
-        LegendEntry("band", BLUE, "range of B_crit"),
-        LegendEntry("dot", INK, f"this run, {number(batch)} {unit} per step{of_run}"),
-    )
 
 
 def _groups_text(run: Run, unit: str) -> str:
@@ -312,31 +301,19 @@ def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str
     overall = reading.now.ratio
     shown = [v for v in (batch, overall, *(v for g in groups for v in (g.b_simple, g.low))) if v]
     x = scale_for([*shown, *reachable([g.high for g in groups if g.high is not None], shown)], "log")
-    y, is_tall = Scale("linear", len(groups) - 0.3, -0.7), len(groups) > _TALL  # downwards: the first group on top
-    height = (18 if is_tall else 28) * len(groups) + 90
-    fig = new_figure(x, y, x_label=f"Noise scale ({unit})", y_label="", height=height)
-    fig.yaxis[0].ticker = FixedTicker(ticks=list(range(len(groups))))
-    fig.yaxis[0].major_label_overrides = {i: PlainText(text=shorten(name, 25)) for i, name in enumerate(names)}
-    fig.yaxis.axis_label = None
-    if is_tall:
-        add_log_axis_above(fig, x)
-    lines: list[LegendEntry] = []
-    if batch:
-        lines.append(LegendEntry("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
-        add_line_at(fig, batch, "height", ORANGE, "dashed")
-    if overall:
-        lines.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
-        add_line_at(fig, overall, "height", BLUE, "dotted")
-
     rows = [RatioInterval(group.status, group.low, group.high, ratio=group.b_simple) for group in groups]
-    anchors, legend = draw_intervals(fig, x, rows)
-    known = [estimate(g.status, g.b_simple, g.low, g.high) for g in groups]
     texts: dict[str, Callable[[int], str]] = {
         "group": lambda i: names[i],
-        "noise scale": lambda i: known[i],
+        "noise scale": lambda i: rows[i].in_words,
         "noise tr Σ": lambda i: number(groups[i].trace_cov),
         "signal |G|²": lambda i: number(groups[i].grad_sq),
     }
-    add_hover(fig, anchors, [float(i) for i in range(len(groups))], texts, mode="hline")
-    words = "; ".join(f"{name}: {text}" for name, text in zip(names[:_TALL], known, strict=False))
-    return Plot((fig,), (*legend, *lines), f"Noise scale ({unit}) of each part. {words}.")
+    fig, legend = rows_figure(names, rows, x, f"Noise scale ({unit})", texts)
+    if batch:
+        legend.append(LegendEntry("dashed", ORANGE, f"batch size, {number(batch)} {unit}"))
+        add_line_at(fig, batch, "height", ORANGE, "dashed")
+    if overall:
+        legend.append(LegendEntry("dotted", BLUE, f"whole model, {number(overall)} {unit}"))
+        add_line_at(fig, overall, "height", BLUE, "dotted")
+    words = "; ".join(f"{name}: {of.in_words}" for name, of in zip(names[:TALL], rows, strict=False))
+    return Plot((fig,), tuple(legend), f"Noise scale ({unit}) of each part. {words}.")

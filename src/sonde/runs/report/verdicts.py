@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from sonde.batch_size.stats.reading import in_percent
 from sonde.decision.decide import Advice, Decision, decide
-from sonde.decision.law import Range
 from sonde.decision.time_curve import nearly_whole
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
@@ -26,8 +25,6 @@ from sonde.runs.run import (
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
 from sonde.wording import count, number, percent, plural, units
 
-_WIDE = 5.0
-"""A cost that may be so many times larger is known by its lower end alone."""
 _WATCH = "Watch the reward, and act if it no longer rises."
 _CHECK = "Check the reward, and the entropy bonus if there is one."
 _OF_ENTROPY = {
@@ -154,13 +151,6 @@ def _batch_tiles(last: Reading, unit: str, found: Advice | None) -> Iterator[Til
     yield _noise_scale_tile("Noise scale now", last.now, unit, further=further)
     yield _noise_scale_tile("Average over the run", last.average, unit)
     yield Tile("Batch size", "–" if batch is None else units(nearly_whole(batch), "").strip(), f"{unit} per step")
-    critical = None if found is None else found.scope.critical
-    used = f"{unit[:1].upper()}{unit[1:]} used"
-    for name, title in (("steps", "Steps"), ("examples", used)):
-        if not batch or critical is None:
-            yield Tile(title, "–", "relative to the fewest possible")
-        else:
-            yield Tile(title, _cost(batch, critical, name), "the fewest possible")
     if found is not None and found.best is not None:
         time = found.best.time
         note = f"of this one's; between {percent(time.low)} and {percent(time.high)}"
@@ -181,21 +171,6 @@ def _noise_scale_tile(name: str, known: RatioInterval, unit: str, *, further: st
             return Tile(name, f"< {number(known.high)}", f"{unit}; no lower limit known")
         case "unresolved":
             return Tile(name, "–", f"{unit}; not known yet")
-
-
-def _cost(batch: float, critical: Range, name: str) -> str:
-    """Steps or units over the fewest possible, as far as the range of the critical batch size reaches."""
-
-    def at(end: float) -> float:  # as `steps_and_examples`, also for ends that are not known
-        if name == "steps":
-            return 1 + end / batch
-        return 1 + batch / end if end else math.inf
-
-    ends = sorted((at(critical.low), at(critical.high)))
-    least, most = (number(cost, 2) for cost in ends)
-    if ends[1] > _WIDE * ends[0]:
-        return f"≥ {least}×"
-    return f"{least}×" if least == most else f"{least} – {most}×"
 
 
 def _policy_tiles(run: Run) -> Iterator[Tile]:

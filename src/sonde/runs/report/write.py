@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sonde.runs.reader import read_run
-from sonde.runs.report.branch_page import BRANCHES_NAME, read_branches, write_branch_report
+from sonde.runs.report.branch_page import BRANCHES_NAME, branch_page, read_branches
 from sonde.runs.report.how_measured import cut, how_measured
-from sonde.runs.report.page import check_bokeh, check_target, whole_page, write_in_one_step
+from sonde.runs.report.page import whole_page, write_page
 from sonde.runs.report.verdicts import failed_checks, position_text, verdict_panels
 from sonde.runs.run import Run
-from sonde.wording import duration, moment, plural
+from sonde.wording import duration, moment
 
 if TYPE_CHECKING:
     from sonde.runs.report.figures import Section
@@ -34,15 +34,12 @@ def write_report(run_path: str | Path, out: str | Path | None = None) -> Path:
             report.
         ImportError: without the `bokeh` package.
     """
-    check_bokeh()
     branches = Path(run_path) if Path(run_path).name == BRANCHES_NAME else Path(run_path) / BRANCHES_NAME
     if branches.is_file():
-        return write_branch_report(read_branches(branches), Path(out or branches.with_name("report.html")))
+        found = read_branches(branches)
+        return write_page(Path(out or branches.with_name("report.html")), lambda: branch_page(found))
     run = readable_run(run_path)
-    target = run.path.parent / "report.html" if out is None else Path(out)
-    check_target(target)
-    write_in_one_step(target, render_page(run))
-    return target
+    return write_page(Path(out or run.path.parent / "report.html"), lambda: render_page(run))
 
 
 def readable_run(path: str | Path) -> Run:
@@ -96,7 +93,6 @@ def said_first(run: Run) -> dict[str, Any]:
         "subject": ", ".join(subjects or [section.title for section in run.sections]),
         "facts": _facts(run),
         "alerts": alerts,
-        "more_alerts": plural(max(len(alerts) - 5, 0), "more alert"),
         "panels": panels,
     }
 
@@ -109,5 +105,5 @@ def _facts(run: Run) -> list[str]:
     facts = [f"Started {moment(began)}", f"last reading {duration(max(last.time - began, 0))} later"]
     facts.append(position_text(last, run.probe("reading").unit))
     facts += run.remarks
-    facts.append("ended" if run.ended is not None else "no end recorded: the run is still going on, or it was cut off")
-    return facts
+    goes_on = "no end recorded: the run is still going on, or it was cut off"
+    return [*facts, goes_on if run.ended is None else f"ended: {run.ended}"]

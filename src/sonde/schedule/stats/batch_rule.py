@@ -1,8 +1,8 @@
-"""When the batch grows: a pure rule of readings, so that a log replays every decision.
+"""When the batch grows: a pure rule of readings.
 
 A batch grows to the next allowed one when the lower end of the noise scale's interval says so:
 
-    ratio · low ≥ hysteresis · next batch
+    ratio · low ≥ 1.1 · next batch
 
 A bound alone decides nothing. Where only "B_simple > 120" is known, |G|² cannot be distinguished from 0: a fault of the
 loop looks the same, and growth is hard to take back. But where the noise scale is many batches, |G|² now may stay
@@ -13,13 +13,15 @@ run then has both ends, and the lower one of the two lower ends decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from sonde.wording import number
 
 POWERS_OF_TWO: Literal["powers of two"] = "powers of two"
+_PASSED_BY = 1.1
+"""Times that the lower end must pass the next batch."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,8 @@ class BatchRule:
         largest: the count is never above it.
         ratio: batch over B_simple that is aimed at. At the critical batch size, training needs twice the fewest units:
             a half costs few of them.
-        hysteresis: an end of the interval must pass the next batch by this factor, from 1 up.
         counts: "powers of two" for smallest · 2ᵏ, or all counts that are allowed, smallest and largest among them.
         pause: measured windows after a change before the next, so that the noise scale of the new batch is heard.
-        monotone: never shrink. Otherwise the batch shrinks when the upper end of the interval says so.
 
     Raises:
         ValueError: for bounds that contradict each other, and numbers out of their range.
@@ -43,10 +43,8 @@ class BatchRule:
     smallest: int
     largest: int
     ratio: float = 0.5
-    hysteresis: float = 1.1
     counts: Literal["powers of two"] | Collection[int] = POWERS_OF_TWO
     pause: int = 8
-    monotone: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest:
@@ -54,10 +52,10 @@ class BatchRule:
                 f"largest must be at least the present {self.smallest} micro-batches a window, which must be 1 or "
                 f"more, got {self.largest}: a schedule only grows the batch, so raise largest or start smaller"
             )
-        if not (0 < self.ratio < math.inf and 1 <= self.hysteresis < math.inf and self.pause >= 0):
+        if not (0 < self.ratio < math.inf and self.pause >= 0):
             raise ValueError(
-                "ratio must be positive, hysteresis 1 or more and pause 0 or more, got "
-                f"{self.ratio}, {self.hysteresis} and {self.pause}: ratio 1 aims at a batch of B_simple"
+                f"ratio must be positive and pause 0 or more, got {self.ratio} and {self.pause}: ratio 1 aims at a "
+                "batch of B_simple"
             )
         has_ends = isinstance(self.counts, Collection) and {self.smallest, self.largest} <= set(self.counts)
         if self.counts != POWERS_OF_TWO and not (has_ends and all(n == int(n) for n in self.counts)):
@@ -102,19 +100,8 @@ class NoiseScaleNow:
 
 
 def metrics_of(now: NoiseScaleNow) -> dict[str, float | None]:
-    """What a decision rests on, by metric name.
-
-    Example:
-        >>> now = NoiseScaleNow(45.0, 33.0, 60.0, None, 2.0, measured_windows=40)
-        >>> now_from(metrics_of(now)) == now
-        True
-    """
+    """What a decision rests on, by metric name."""
     return {f"schedule/{name}": value for name, value in asdict(now).items()}
-
-
-def now_from(metrics: Mapping[str, Any]) -> NoiseScaleNow:
-    """What a decision rested on, read back from the metrics of a log's record."""
-    return NoiseScaleNow(**{field.name: metrics[f"schedule/{field.name}"] for field in fields(NoiseScaleNow)})
 
 
 @dataclass(frozen=True)
@@ -166,10 +153,10 @@ def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decisi
         >>> decision.state.micro_batches, decision.reason
         (8, 'B_simple is 33 or more, and asks for a batch of 33: from 8 to 16')
     """
-    counts, here, per_micro_batch = rule.allowed, state.micro_batches, now.units_per_micro_batch
+    here, per_micro_batch = state.micro_batches, now.units_per_micro_batch
     n_heard = now.measured_windows - state.changed_at
-    low, high = _ends(now)
-    if low is None or high is None:
+    low = _low(now)
+    if low is None:
         if now.b_simple_low is None:
             return Decision(state, now, "B_simple is not known")
         return Decision(state, now, "only a bound of B_simple is known, now and over the run")
@@ -177,35 +164,19 @@ def next_batch(rule: BatchRule, state: BatchState, now: NoiseScaleNow) -> Decisi
         return Decision(state, now, f"{n_heard:.0f} of {rule.pause} measured windows since the last change")
 
     batch, asked = here * per_micro_batch, rule.ratio * low
-    larger = min((n for n in counts if n > here), default=None)
-    smaller = max((n for n in counts if n < here), default=None)
-    end, to = f"B_simple is {number(low)} or more", larger
-    if not rule.monotone and smaller is not None and rule.ratio * high * rule.hysteresis <= smaller * per_micro_batch:
-        end, asked, to = f"B_simple is {number(high)} or less", rule.ratio * high, smaller
-    elif larger is None:
+    larger = min((n for n in rule.allowed if n > here), default=None)
+    if larger is None:
         return Decision(state, now, f"the batch of {number(batch)} is the largest allowed")
-    elif asked < (needed := rule.hysteresis * larger * per_micro_batch):
-        return Decision(state, now, f"{end}, and asks for a batch of {number(asked)}; growing takes {number(needed)}")
-    assert to is not None
-    reason = f"{end}, and asks for a batch of {number(asked)}: from {number(batch)} to {number(to * per_micro_batch)}"
-    return Decision(BatchState(to, now.measured_windows, low), now, reason, changed=True)
+    said = f"B_simple is {number(low)} or more, and asks for a batch of {number(asked)}"
+    if asked < (needed := _PASSED_BY * larger * per_micro_batch):
+        return Decision(state, now, f"{said}; growing takes {number(needed)}")
+    reason = f"{said}: from {number(batch)} to {number(larger * per_micro_batch)}"
+    return Decision(BatchState(larger, now.measured_windows, low), now, reason, changed=True)
 
 
-def _ends(now: NoiseScaleNow) -> tuple[float | None, float | None]:
-    """The ends that decide; None for both where only bounds are known."""
-    low, high = now.b_simple_low, now.b_simple_high
-    if now.b_simple is not None:
-        return low, high
-    if low is not None and high is None and now.average_low is not None:
-        return min(low, now.average_low), math.inf
-    return None, None
-
-
-def replayed(rule: BatchRule, readings: Iterable[NoiseScaleNow]) -> list[Decision]:
-    """All decisions of a run, from what was known at each."""
-    decisions: list[Decision] = []
-    state = BatchState(rule.smallest)
-    for now in readings:
-        decisions.append(next_batch(rule, state, now))
-        state = decisions[-1].state
-    return decisions
+def _low(now: NoiseScaleNow) -> float | None:
+    """The lower end that decides; None where only bounds are known."""
+    low = now.b_simple_low
+    if now.b_simple is not None or low is None:
+        return low
+    return min(low, now.average_low) if now.b_simple_high is None and now.average_low is not None else None

@@ -39,7 +39,14 @@ def options_at(optimizer: torch.optim.Optimizer, rule: RateRule, batch: float, r
         >>> options_at(optimizer, "sqrt", 64, 16), options_at(optimizer, {64: 3.0}, 64, 16)
         ([{'lr': 0.5}], [{'lr': 0.75}])
     """
-    return [scaled(group, rule, batch, reference) for group in optimizer.param_groups]
+    kappa, factor, options = batch / reference, factor_at(rule, batch, reference), Options()
+    for group in optimizer.param_groups:
+        options.append({"lr": group["lr"] * factor})  # a rate on the device stays there
+        if rule == "adam" and "betas" in group:
+            beta1, beta2 = map(float, group["betas"])
+            values = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
+            options[-1] |= {"betas": (values["beta1"], values["beta2"]), "eps": values["eps"]}
+    return options
 
 
 def factor_at(rule: RateRule, batch: float, reference: float) -> float:
@@ -52,17 +59,6 @@ def factor_at(rule: RateRule, batch: float, reference: float) -> float:
     if rule != "adam":
         parsed_rule(rule, ", adam, or a table of multiples such as {32: 1.4}")
     return rate_factor("sqrt" if rule == "adam" else rule, batch, reference)
-
-
-def scaled(group: Mapping[str, Any], rule: RateRule, batch: float, reference: float) -> dict[str, Any]:
-    """The options of one group that a rule changes, as of `options_at`. A rate on the device stays there."""
-    kappa, factor = batch / reference, factor_at(rule, batch, reference)
-    options = {"lr": group["lr"] * factor}
-    if rule == "adam" and "betas" in group:
-        beta1, beta2 = map(float, group["betas"])
-        values = adam_settings(kappa, beta1=beta1, beta2=beta2, eps=group["eps"])
-        options |= {"betas": (values["beta1"], values["beta2"]), "eps": values["eps"]}
-    return options
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

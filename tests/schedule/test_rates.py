@@ -12,8 +12,8 @@ from torch import nn
 from sonde.decision.law import Range
 from sonde.decision.rate import rate_row
 from sonde.decision.rate_rules import rate_factor
-from sonde.evidence.rates import options_at, usual_rule_of
 from sonde.parallel.unwrap import settings_of
+from sonde.schedule.rates import options_at, usual_rule_of
 
 
 def adam(**options: Any) -> torch.optim.Optimizer:
