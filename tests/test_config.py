@@ -115,7 +115,7 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
             "gns_probe of the config holds 'rules', .* functions or objects .* rules= in code",
         ),
         ({"entropy_probe": {"update": {"buffer_dtype": "x"}}}, "update in .* must be .* or a mapping of step_size, "),
-        ({"entropy_probe": {"sequence_weights": "x"}}, "sequence_weights in .* must be one of one, length, longest"),
+        ({"entropy_probe": {"sequence_weights": "x"}}, "sequence_weights in .* must be one of one, length, got"),
         ({"gns_probe": {"enabled": "yes"}}, "enabled in gns_probe of the config must be true or false, got 'yes'"),
         ({"gns_probe": {"tap": "hook"}}, "tap in .* must be one of leaf, comm_hook, got 'hook'"),
         ({"entropy_probe": {"enabled": True, "every": 0}}, "every must be a whole number from 1 up, got 0"),
@@ -184,7 +184,7 @@ def test_every_option_can_be_reached() -> None:
             "entropy_probe": {
                 "enabled": True,
                 "clip_at": 5,
-                "sequence_weights": "longest",
+                "sequence_weights": "length",
                 "precision": "model",
                 "budget": 0.5,
             },
@@ -195,7 +195,7 @@ def test_every_option_can_be_reached() -> None:
     assert (config.entropy_probe.budget, config.entropy_probe.clip_at) == (0.5, 5.0)
     by_gradients = probes_from_config({"entropy_probe": {"update": {"buffer_dtype": "fp16", "offload": True}}})
     assert by_gradients.entropy_probe.gradients.buffer_dtype == torch.float16
-    assert config.entropy_probe.sequence_weights == "longest"
+    assert config.entropy_probe.sequence_weights == "length"
     probes = attached(config, sampler=lambda m: drawn(m, 0, 6, seed=1))
     assert list(probes) == ["entropy_probe", "policy_entropy_probe", "prompt_noise_probe"]
     model = policy()

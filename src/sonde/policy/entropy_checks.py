@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -207,14 +206,11 @@ def check_responses(
         )
     if update is not None and update.advantage is None:
         raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
-    has_function = callable(options.sequence_weights)
-    # A function has another repr on every rank: whether there is one is compared.
-    named = dataclasses.replace(options, sequence_weights="one") if has_function else options
     own = {
         "E": evaluation.prompt.cpu(),
         "U": torch.zeros(0, dtype=torch.long) if update is None else update.prompt.cpu(),
         "given": torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]]),
-        "options": torch.tensor([digest((has_function, named))]),
+        "options": torch.tensor([digest(options)]),
         "terms": torch.tensor([digest(() if update is None else sorted(update.other_terms()))]),
     }
     prompts = gather_from_all_ranks(group, lambda: own)

@@ -62,10 +62,7 @@ class EntropyChangeOptions:
     Attributes:
         objective: which entropy: "per_token" for R = E[Σ H]/E[T], in nats a token; "sequence" for E[−Σ w s], in nats a
             response.
-        sequence_weights: w of the "sequence" objective: "one"; one over the response's "length"; one over the "longest"
-            length among the prompt's responses; or a function of the mask, [responses, tokens], and the prompts,
-            [responses], that returns [responses, tokens]. What a function depends on is found out by calling it with
-            other masks.
+        sequence_weights: w of the "sequence" objective: "one", or one over the response's "length".
         update: which update: "step" for the optimizer's own step, of any size, from scores before and after it; or
             `MeanGradients`, with "gradient" for the defaults of it.
         micro_batch_prompts: number of prompts scored at a time.
@@ -97,8 +94,7 @@ class EntropyChangeOptions:
         _check_choice("objective", self.objective, ("per_token", "sequence"))
         if not isinstance(self.update, MeanGradients) and self.update not in ("step", "gradient"):
             raise ValueError(f"update must be step, gradient or a sonde.MeanGradients(...), got {self.update!r:.60}")
-        if not callable(self.sequence_weights):
-            _check_choice("sequence_weights", self.sequence_weights, ("one", "length", "longest"))
+        _check_choice("sequence_weights", self.sequence_weights, ("one", "length"))
         _check_choice("precision", self.precision, ("float32", "model"))
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
             object.__setattr__(self, name, whole_number(f"{name} must be a whole number", n))

@@ -7,7 +7,7 @@ prefix (see `prefix_weights.py`). In nats a token:
 
 The part that weights of 1 give is *sharpening*: distributions change at the same prefixes. The rest is *drift*:
 prefixes and lengths become more or less likely. The entropy of whole responses is a sum over positions instead, each
-with weights of mean 1. If its token weights depend on what was sampled, whole responses are weighted.
+with weights of mean 1. With token weights of one over the length, whole responses are weighted.
 
 Beside it are the change by weights of whole responses, and that by fresh responses of θ and θ⁺.
 
@@ -143,24 +143,20 @@ def change_by_finite_step(
             token enters or leaves, and the error has room for jumps that no position of this sample shows.
     """
     responses, reference = before.responses, before.log_prob if reference is None else reference
-    depends_on = objective.depends_on(responses)
 
     def weights(of: Scores) -> Tensor:
         ratio = prefix_log_ratio(of.log_prob, reference, responses)
-        if depends_on == "nothing":
+        if objective.is_causal:
             return weights_from(ratio[:, :-1], responses, clip_at, by_column=objective.kind == "sequence")
-        whole = ratio[:, -1:]
-        if depends_on == "group":
-            whole = responses.per_prompt(whole / responses.share[:, None])[responses.index]
-        return weights_from(whole, responses, clip_at)
+        return weights_from(ratio[:, -1:], responses, clip_at)
 
     def terms(of: Scores) -> Tensor:
-        return objective.causal_terms(of) if depends_on == "nothing" else objective.terms(of)
+        return objective.causal_terms(of) if objective.is_causal else objective.terms(of)
 
     old, new = weights(before), weights(after)
     found = rate_change(_sums(old, terms(before), responses, objective), _sums(new, terms(after), responses, objective))
     sharpening = None
-    if depends_on == "nothing":
+    if objective.is_causal:
         same = _sums(old, terms(after) - terms(before), responses, objective)
         sharpening = (same.value / same.weight.mean(0)).sum(1)
     n, delta, se = responses.n_prompts, found.delta, found.se
