@@ -114,7 +114,6 @@ def test_a_yaml_file_makes_probes_that_work(tmp_path: Path) -> None:
             {"gns_probe": {"rules": "x"}},
             "gns_probe of the config holds 'rules', .* functions or objects .* rules= in code",
         ),
-        ({"entropy_probe": {"update": {"buffer_dtype": "x"}}}, "update in .* must be .* or a mapping of step_size, "),
         ({"entropy_probe": {"sequence_weights": "x"}}, "sequence_weights in .* must be one of one, length, got"),
         ({"gns_probe": {"enabled": "yes"}}, "enabled in gns_probe of the config must be true or false, got 'yes'"),
         ({"gns_probe": {"tap": "hook"}}, "tap in .* must be one of leaf, comm_hook, got 'hook'"),
@@ -193,8 +192,6 @@ def test_every_option_can_be_reached() -> None:
         }
     )
     assert (config.entropy_probe.budget, config.entropy_probe.clip_at) == (0.5, 5.0)
-    by_gradients = probes_from_config({"entropy_probe": {"update": {"buffer_dtype": "fp16", "offload": True}}})
-    assert by_gradients.entropy_probe.gradients.buffer_dtype == torch.float16
     assert config.entropy_probe.sequence_weights == "length"
     probes = attached(config, sampler=lambda m: drawn(m, 0, 6, seed=1))
     assert list(probes) == ["entropy_probe", "policy_entropy_probe", "prompt_noise_probe"]

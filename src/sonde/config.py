@@ -6,7 +6,7 @@ import contextlib
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -249,15 +249,13 @@ def _value(name: str, hint: Any, value: object, where: object) -> object:
 
 
 def _in_words(kind: Any) -> str:
-    if is_dataclass(kind):
-        return f"a mapping of {', '.join(field.name for field in fields(kind))}"
     return f"one of {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else _CALLED[kind]
 
 
 def _plain_kinds(hint: Any) -> list[Any]:
     """The kinds of value among those of a type hint that a file can hold: no functions, no objects of torch."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return [kind for kind in kinds if get_origin(kind) is Literal or kind in _CALLED or is_dataclass(kind)]
+    return [kind for kind in kinds if get_origin(kind) is Literal or kind in _CALLED]
 
 
 def _converted(hint: Any, value: Any) -> object:
@@ -269,14 +267,6 @@ def _converted(hint: Any, value: Any) -> object:
         return float(value)  # from text too: YAML 1.1 reads 1e-3 as text
     if hint is Path:
         return Path(value)
-    if is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise TypeError
-        return options_from(hint, value, hint.__name__)  # type: ignore[arg-type, union-attr]
-    if hint is torch.dtype:
-        if not isinstance(dtype := getattr(torch, str(value).removeprefix("torch."), None), torch.dtype):
-            raise ValueError
-        return dtype
     if type(value) is not hint:  # True is an int to isinstance
         raise TypeError
     return value
@@ -288,5 +278,4 @@ _CALLED = {
     bool: "true or false",
     str: "text",
     Path: "a path",
-    torch.dtype: "a dtype such as float32",
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
@@ -165,14 +165,10 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (lambda: forecast(token_statistics=lambda m, r: (torch.zeros(2), torch.zeros(2))), "token statistics must be"),
         (lambda: forecast(objective="tokens"), "objective must be one of per_token, sequence, got 'tokens'"),
         (lambda: forecast(micro_batch_prompts=0), "micro_batch_prompts must be a whole number from 1 up, got 0"),
-        (lambda: MeanGradients(buffer_dtype=torch.int32), "buffer_dtype must be one of"),
-        (lambda: MeanGradients(buffer_dtype="fp17"), "buffer_dtype must be one of .* got 'fp17'"),
-        (lambda: MeanGradients(offload="yes"), "offload must be True or False, got 'yes'"),
         (lambda: EntropyChangeOptions(budget=2.0), "budget must be a part of the run's time"),
-        (lambda: MeanGradients(step_size=0.0), "step_size must be positive"),
+        (lambda: EntropyChangeOptions(step_size=0.0), "step_size must be positive"),
         (lambda: forecast(clip_at=1.0), "clip_at must be above 1, as a multiple of the mean weight, got 1.0"),
         (lambda: forecast(sequence_weights="shortest"), "sequence_weights must be one of one, length, got"),
-        (lambda: forecast(update=MeanGradients(checkpoint=True)), "checkpoint=True needs a model of transformers"),
         (
             lambda: forecast(token_statistics=CausalLMStatistics),
             r"got the class CausalLMStatistics: pass an object of it, CausalLMStatistics\(\)",

@@ -98,8 +98,8 @@ class HoldEntropy:
             self._answer = SustainedStep(
                 step.optimizer, step.parameters, gradient_scale=step.gradient_scale, applied_scale=applied
             )
-            self._of_bonus = [measurement.at_work(self._bonus(measurement, half)) for half in self._halves]
-            self._of_entropy = [measurement.at_work(measurement.entropy_gradient(half)) for half in self._halves]
+            self._of_bonus = [self._bonus(measurement, half) for half in self._halves]
+            self._of_entropy = [measurement.entropy_gradient(half) for half in self._halves]
 
     def _bonus(self, measurement: EntropyMeasurement, half: Tensor) -> Direction:
         """∇H̄ over a half of the prompts: of the mean entropy of a sampled token on given prefixes.

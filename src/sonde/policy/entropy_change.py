@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from sonde.gradient_norm.fused_clip import scale_in_step
 from sonde.parallel.model_state import (
-    is_checkpointing,
     preserve_training_state,
     seed_everything,
     set_evaluation_mode,
@@ -131,10 +130,10 @@ class EntropyChangeProbe:
         check_group(process_group)
         check_sampler(sampler)
         parameters = trainable(model)
-        check_model(model, parameters, has_checkpoints=options.gradients.checkpoint)
+        check_model(model, parameters)
         check_optimizer(optimizer, parameters)
         check_grad_scaler(grad_scaler)
-        if not options.is_step and options.gradients.step_size is None and optimizer is None:
+        if not options.is_step and options.step_size is None and optimizer is None:
             raise ValueError("update='gradient' takes the optimizer's learning rate, got no optimizer: pass step_size=")
         if beside is not None:
             if not callable(getattr(beside, "begins", None)):
@@ -157,7 +156,6 @@ class EntropyChangeProbe:
             options.micro_batch_prompts,
             self._group,
             options.precision,
-            checkpoints=options.gradients.checkpoint or is_checkpointing(model),
         )
         self._n_calls = 0
         self._pace = ForecastPace(options.every, options.budget, self._group)
@@ -501,7 +499,7 @@ class EntropyChangeProbe:
 
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""
-        if (step_size := self._options.gradients.step_size) is not None:
+        if (step_size := self._options.step_size) is not None:
             return step_size
         rates = {float(group["lr"]) for group in unwrap_optimizer(self._optimizer).param_groups}
         if len(rates) > 1:
@@ -509,10 +507,7 @@ class EntropyChangeProbe:
         return rates.pop()
 
     def _unknown(self, reason: str) -> EntropyForecast:
-        options = self._options
-        return EntropyForecast(
-            reason=reason, objective=options.objective, update="step" if options.is_step else "gradient"
-        )
+        return EntropyForecast(reason=reason, objective=self._options.objective, update=self._options.update)
 
 
 class ForecastPace:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.console import stack_level
-from sonde.parallel.model_state import can_checkpoint
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import digest, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -43,22 +42,14 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoints: bool) -> None:
-    """Refuse a model whose parameters are not trainable, not tied by name, or cut by FSDP's first version.
-
-    Also refused is checkpointing of a model that has no method for it.
-    """
+def check_model(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Refuse a model whose parameters are not trainable, not tied by name, or cut by FSDP's first version."""
     if any(is_fsdp1(type(m)) for m in model.modules()):
         raise ValueError("FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)")
     if _overlap(parameters):
         raise ValueError(
             f"two parameters of the model ({type(model).__name__}) share memory, so a step of one moves the other too, "
             "and no derivative knows that: tie them as one parameter, such as by a.weight = b.weight"
-        )
-    if has_checkpoints and not can_checkpoint(model):
-        raise ValueError(
-            f"checkpoint=True needs a model of transformers, got {type(model).__name__}: turn checkpointing on in "
-            "your model, and leave checkpoint out"
         )
 
 

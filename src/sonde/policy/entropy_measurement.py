@@ -116,7 +116,7 @@ class EntropyMeasurement:
         return before_update(
             self.base,
             self.objective,
-            "step" if self._options.is_step else "gradient",
+            self._options.update,
             sampled_log_prob=self.base.sampled_log_prob,
             prefix_weights=self.prefix_weights,
         )
@@ -143,7 +143,7 @@ class EntropyMeasurement:
         found = CausesOfBatch()
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
-            x = self.at_work(self.entropy_gradient())
+            x = self.entropy_gradient()
             momentum, decay = dot(x, step.part("momentum")), dot(x, step.part("decay"))
             if update is not None:
                 # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the
@@ -263,7 +263,7 @@ class EntropyMeasurement:
             learned.own(on_log_prob / size),
             learned.own(on_entropy / size) if bool(on_entropy.any()) else None,
         )
-        fit = fit_to_gradients(gradient_for(optimizer, self.at_work(ascent)))
+        fit = fit_to_gradients(gradient_for(optimizer, ascent))
         del ascent
         if fit is None:
             return CausesOfBatch()
@@ -276,7 +276,7 @@ class EntropyMeasurement:
 
     def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks."""
-        return self.scorer.derivatives(batch, self.at_work(direction))
+        return self.scorer.derivatives(batch, direction)
 
     def entropy_gradient(self, half: Tensor | None = None) -> Direction:
         """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
@@ -285,18 +285,9 @@ class EntropyMeasurement:
     def gradient(
         self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
     ) -> Direction:
-        """∇ Σ (on_log_prob·s + on_entropy·H), as `Scorer.gradient` gives it."""
-        dtype = self._options.gradients.buffer_dtype
-        assert isinstance(dtype, torch.dtype)
-        return self.scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=dtype)
-
-    def put_away(self, direction: Direction) -> Direction:
-        """The direction on the CPU, with offload."""
-        return {p: v.cpu() for p, v in direction.items()} if self._options.gradients.offload else direction
-
-    def at_work(self, direction: Direction) -> Direction:
-        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
-        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}
+        """∇ Σ (on_log_prob·s + on_entropy·H), in the parameters' dtypes, of 32 bits at least."""
+        found = self.scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows)
+        return {p: v.to(torch.promote_types(p.dtype, torch.float32)) for p, v in found.items()}
 
     def mean(self, coefficients: Coefficients, half: Tensor | None = None) -> Direction:
         """The gradient of coefficients, a mean over all prompts or over a half of them."""

@@ -43,7 +43,7 @@ def along_mean_gradients(
     on_update = credit * learned.responses.share[:, None]
     with measurement.cost.phase("gradients"):
         # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
-        halves = [(half, measurement.put_away(measurement.entropy_gradient(half))) for half in responses.halves()]
+        halves = [(half, measurement.entropy_gradient(half)) for half in responses.halves()]
         y, precondition = _update_gradient(measurement, update, learned, on_update, optimizer)
     with measurement.cost.phase("derivatives"):
         # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
@@ -54,8 +54,7 @@ def along_mean_gradients(
         )
         y_along_halves, doubts = [], [along_y.doubt]
         rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
-        for half, stored in halves:
-            direction = measurement.at_work(stored)
+        for half, direction in halves:
             precondition(direction)
             along_half = measurement.derivatives(learned, direction)
             doubts.append(along_half.doubt)
@@ -95,9 +94,7 @@ def _update_gradient(
     halves, sizes = [], []
     for half in masks:
         sizes.append(float(responses.share[half].sum()))  # number of prompts
-        mean = measurement.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
-        halves.append(measurement.put_away(mean))
-    halves = [measurement.at_work(half) for half in halves]
+        halves.append(measurement.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows]))
     precondition = Preconditioner(optimizer, halves)
     y, *others = halves
     for parameter, part in y.items():
