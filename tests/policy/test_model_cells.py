@@ -157,7 +157,7 @@ def exact_first_order(model: Any, E: Rollouts, step: dict[str, Tensor]) -> float
     measurement = EntropyMeasurement(EntropyChangeOptions(), scorer, base, None, Cost(torch.device("cpu")))
     named = dict(model.named_parameters())
     direction: Direction = {named[name]: delta.double() for name, delta in step.items()}
-    return float(measurement.along_step(direction).change.delta)
+    return float(measurement.along_step(direction).bars_dot)
 
 
 def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import as_statistics
 from sonde.policy.stats.columns import OF_FORECAST, OF_TRAINER
 from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
+from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.importance import FiniteStep
 from sonde.probe import Partners
 from sonde.stats.columns import Columns
@@ -237,14 +237,17 @@ class EntropyChangeProbe:
             ...         optimizer.step()
             ...     print(around.forecast)
         """
-        around = AroundStep()
+        around, is_step = AroundStep(), self._options.is_step
         with self._beside_forgets():
             with together(self._group):
                 step, n_update = self._begin(evaluation, update, gradient_scale, causes)
                 with self._measuring(evaluation, self._sampler, n_update) as measurement:
-                    first_order, before = None, None
                     if measurement is not None:
-                        first_order = self._at_entry(measurement, step, update, causes)
+                        found, direction = measurement.known, None
+                        if causes or not is_step or self._beside is not None:
+                            found, direction = self._at_entry(measurement, step, update, causes)
+                        step.watch(whole=is_step and direction is not None)
+                        del direction  # as large as the parameters
                         before = measurement.sample()
             yield around
             with together(self._group), preserve_training_state(self._model):
@@ -255,13 +258,13 @@ class EntropyChangeProbe:
                 if step.was_skipped(is_unchanged=measurement.is_unchanged(now)):
                     around._forecast = measurement.unknown(step.why_unmoved())
                     return
+                if not is_step:  # first order is of another step
+                    found = dataclasses.replace(found, fixed_prefixes=None)
                 why = "" if self._beside is None else step.why_another_answer()
-                after = measurement.after(now, before, self._beside, why)
-                is_step = self._options.is_step
-                if is_step and first_order is not None:
-                    first_order = dataclasses.replace(first_order, doubt=step.why_another() or first_order.doubt)
-                rounded = step.rounded_away()
-                around._forecast = measurement.forecast(first_order, after, is_same_step=is_step, rounded_away=rounded)
+                found = measurement.after(found, now, before, self._beside, why)
+                if is_step and found.first_order is not None:
+                    found = dataclasses.replace(found, doubt=step.why_another() or found.doubt)
+                around._forecast = measurement.forecast(found, rounded_away=step.rounded_away())
 
     def compare(
         self,
@@ -314,7 +317,7 @@ class EntropyChangeProbe:
                         if direction is None:
                             found[name] = measurement.unknown(STEP_NOT_FINITE), None
                         else:
-                            found[name] = self._stepped(measurement, direction)
+                            found[name] = self._stepped(measurement, direction, measurement.known)
                     del gradient, direction  # as large as the parameters
 
                 def between(start: Scored, now: Scored) -> FiniteStep:
@@ -382,28 +385,17 @@ class EntropyChangeProbe:
         causes: bool,
         sampler: Sampler | None,
     ) -> EntropyForecast:
-        is_step = self._options.is_step
         with together(self._group), self._beside_forgets():
             step, n_update = self._begin(evaluation, update, gradient_scale, causes)
-            if is_step and (why := why_no_forecast(self._optimizer)):
+            if self._options.is_step and (why := step.why_no_forecast()):
                 raise ValueError(why)
             with self._measuring(evaluation, sampler, n_update) as measurement:
                 if measurement is None:
                     return self._unknown(_SCORES_NOT_FINITE)
-                first_order = None
-                if is_step:
-                    if (direction := step.forecast()) is None:
-                        return measurement.unknown(STEP_NOT_FINITE)
-                    if causes:
-                        first_order = measurement.with_causes(direction, step, update)
-                    if self._beside is not None:
-                        self._beside.begins(measurement, step, "")
-                else:
-                    assert update is not None
-                    first_order, direction = along_mean_gradients(
-                        measurement, update, self._optimizer, self._learning_rate()
-                    )
-                return self._stepped(measurement, direction, first_order, measurement.sample(), self._beside)[0]
+                found, direction = self._at_entry(measurement, step, update, causes)
+                if direction is None:
+                    return measurement.unknown(STEP_NOT_FINITE)
+                return self._stepped(measurement, direction, found, measurement.sample(), self._beside)[0]
 
     @contextlib.contextmanager
     def _beside_forgets(self) -> Iterator[None]:
@@ -418,7 +410,7 @@ class EntropyChangeProbe:
         self,
         measurement: EntropyMeasurement,
         direction: Direction,
-        first_order: FirstOrder | None = None,
+        found: EntropyForecast,
         before: Scored | None = None,
         beside: Beside | None = None,
     ) -> tuple[EntropyForecast, Scored | None]:
@@ -429,10 +421,10 @@ class EntropyChangeProbe:
             scored = measurement.scored_after()
             if is_step and now.rounded_away and measurement.is_unchanged(scored):
                 return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away), None
-            after = measurement.after(scored, before, beside)
+            found = measurement.after(found, scored, before, beside)
         is_rounded = is_step or not self._scorer.adds_residuals
-        forecast = measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
-        return forecast, None if after is None else scored
+        forecast = measurement.forecast(found, rounded_away=now.rounded_away if is_rounded else 0.0)
+        return forecast, scored if scored.is_finite else None
 
     def _factor(self, gradient_scale: float | Tensor) -> float:
         scale = as_factor("gradient_scale", gradient_scale)
@@ -442,23 +434,19 @@ class EntropyChangeProbe:
 
     def _at_entry(
         self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, causes: bool
-    ) -> FirstOrder | None:
-        """Whatever is measured at θ around a real step, which is watched from here on."""
+    ) -> tuple[EntropyForecast, Direction | None]:
+        """Whatever is measured at θ; and the step that is forecast, None if it cannot be, or is not finite."""
         if not self._options.is_step:
             assert update is not None
-            step.watch(whole=False)
-            return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())[0]
-        first_order, direction, why_not = None, None, ""
-        if causes or self._beside is not None:
-            if not (why_not := step.why_no_forecast()):
-                direction = step.forecast()
-                why_not = "" if direction is not None else f"on entry, {STEP_NOT_FINITE}"
-            if causes and direction is not None:
-                first_order = measurement.with_causes(direction, step, update)
-            if self._beside is not None:
-                self._beside.begins(measurement, step, why_not)
-        step.watch(whole=direction is not None)
-        return first_order
+            return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())
+        found, direction, why_not = measurement.known, None, step.why_no_forecast()
+        if not why_not and (direction := step.forecast()) is None:
+            why_not = f"on entry, {STEP_NOT_FINITE}"
+        if causes and direction is not None:
+            found = measurement.with_causes(direction, step, update)
+        if self._beside is not None:
+            self._beside.begins(measurement, step, why_not)
+        return found, direction
 
     @contextlib.contextmanager
     def _measuring(

@@ -24,13 +24,7 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
 from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.entropy_forecast import (
-    AfterStep,
-    EntropyForecast,
-    FirstOrder,
-    before_update,
-    entropy_forecast,
-)
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, before_update, judged, with_change
 from sonde.policy.stats.entropy_gradient import Coefficients, Scores, on_same_prefixes_coefficients
 from sonde.policy.stats.importance import (
     FiniteStep,
@@ -112,7 +106,8 @@ class EntropyMeasurement:
         return prefix_weights(base.log_prob, base.sampled_log_prob, base.responses, self._options.clip_at)
 
     @functools.cached_property
-    def _known(self) -> EntropyForecast:
+    def known(self) -> EntropyForecast:
+        """What E says of the policy at θ: a forecast without the change."""
         return before_update(
             self.base,
             self.objective,
@@ -121,17 +116,18 @@ class EntropyMeasurement:
             prefix_weights=self.prefix_weights,
         )
 
-    def along_step(self, step: Direction) -> FirstOrder:
-        """The change along a given step."""
+    def along_step(self, step: Direction) -> EntropyForecast:
+        """The change to first order along a given step."""
         with self.cost.phase("derivatives"):
             d = self.derivatives(self.base, step)
             change = self.objective.change(self.base, d.along, self.prefix_weights)
-            if (on_same_prefixes := change.sharpening) is None or self.objective.kind == "sequence":
-                [on_same] = d.along([on_same_prefixes_coefficients(self.base.responses)])
-                on_same_prefixes = float(on_same.mean())
-            return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
+            if (linear := change.sharpening) is None or self.objective.kind == "sequence":
+                [on_same_prefixes] = d.along([on_same_prefixes_coefficients(self.base.responses)])
+                linear = float(on_same_prefixes.mean())
+            of = {"fixed_prefixes": FixedPrefixes(None, linear), "bars_dot": change.delta, "doubt": d.doubt}
+            return with_change(self.known, "first_order", change, self.base.responses, **of)
 
-    def with_causes(self, direction: Direction, step: PolicyStep, update: Rollouts | None) -> FirstOrder:
+    def with_causes(self, direction: Direction, step: PolicyStep, update: Rollouts | None) -> EntropyForecast:
         """The change along the optimizer's step, split into momentum, this batch and weight decay.
 
         Args:
@@ -139,8 +135,7 @@ class EntropyMeasurement:
             step: what makes its parts.
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
         """
-        first_order = self.along_step(direction)
-        found = CausesOfBatch()
+        forecast, found = self.along_step(direction), CausesOfBatch()
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
             x = self.entropy_gradient()
@@ -151,8 +146,9 @@ class EntropyMeasurement:
                 to_entropy = step.part("batch", along=gradient_for(step.optimizer, x))
                 del x
                 found = self._causes_by_prompt(step.optimizer, update, to_entropy)
-        causes = Causes.of(first_order.change.delta, found, momentum=momentum, decay=decay)
-        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or found.doubt)
+        assert forecast.bars_dot is not None
+        causes = Causes.of(forecast.bars_dot, found, momentum=momentum, decay=decay)
+        return dataclasses.replace(forecast, causes=causes, doubt=forecast.doubt or found.doubt)
 
     def sample(self) -> Scored | None:
         """Fresh responses of the parameters as they are; None without a sampler."""
@@ -172,22 +168,25 @@ class EntropyMeasurement:
         return torch.equal(now.log_prob, base.log_prob) and torch.equal(now.entropy, base.entropy)
 
     def after(
-        self, now: Scored, before: Scored | None, beside: Beside | None = None, why_another: str = ""
-    ) -> AfterStep | None:
-        """What scores after the step say; parameters hold θ⁺.
+        self,
+        found: EntropyForecast,
+        now: Scored,
+        before: Scored | None,
+        beside: Beside | None = None,
+        why_another: str = "",
+    ) -> EntropyForecast:
+        """What scores after the step say besides; parameters hold θ⁺.
 
         Args:
+            found: what is known at θ; unchanged if the policy's scores are not finite at θ⁺.
             now: what `scored_after` gave.
             before: what `sample` gave at θ.
             beside: has begun at θ.
             why_another: why the step was not what it was at θ; empty if it was.
-
-        Returns:
-            None if the policy's scores are not finite at θ⁺.
         """
         base = self.base
         if not now.is_finite:
-            return None
+            return found
         importance = None
         if base.outside is None:  # with truncation, a response counts no more once one of its tokens has left
             importance = importance_sampled_change(
@@ -197,9 +196,18 @@ class EntropyMeasurement:
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
             rollouts = resampled_change(before, after, self.objective)
-        on_same_prefixes = fixed_prefix_change(base, now, self.prefix_weights)
-        more = None if beside is None else beside.ends(self, now, finite_step, why_another)
-        return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
+        linear = None if found.fixed_prefixes is None else found.fixed_prefixes.linear
+        return with_change(
+            found,
+            "finite_step",
+            finite_step.change,
+            base.responses,
+            support=finite_step.support,
+            fixed_prefixes=FixedPrefixes(fixed_prefix_change(base, now, self.prefix_weights), linear),
+            importance=importance,
+            rollouts=rollouts,
+            coefficient_to_hold=None if beside is None else beside.ends(self, now, finite_step, why_another),
+        )
 
     def change_to(self, now: Scores, start: Scores | None = None) -> FiniteStep:
         """The change of the entropy to where E has these scores: from θ, or from another policy that scored E."""
@@ -213,27 +221,15 @@ class EntropyMeasurement:
             tokens_may_leave=base.outside is not None,
         )
 
-    def forecast(
-        self,
-        first_order: FirstOrder | None,
-        after: AfterStep | None,
-        *,
-        is_same_step: bool = True,
-        rounded_away: float | None = None,
-    ) -> EntropyForecast:
+    def forecast(self, found: EntropyForecast, *, rounded_away: float | None = None) -> EntropyForecast:
         """The forecast, made of what the phases gave.
 
         Args:
-            first_order: the change to first order; needed with update="gradient".
-            after: what scores after the step say; None if they are not finite.
-            is_same_step: whether both are of the same step.
+            found: what is known at θ and after the step.
             rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
         """
-        made = entropy_forecast(
-            self._known, first_order, after, self.base.responses, self.objective, is_same_step=is_same_step
-        )
         return dataclasses.replace(
-            made,
+            judged(found, self.base.responses, self.objective),
             n_update=self._n_update,
             precision=self.scorer.precision,
             why_precision=self.scorer.why_precision,
@@ -244,7 +240,7 @@ class EntropyMeasurement:
 
     def unknown(self, reason: str, *, rounded_away: float | None = None) -> EntropyForecast:
         """A forecast that could not be made, with what is known at θ."""
-        return dataclasses.replace(self._known, reason=reason, rounded_away=rounded_away)
+        return dataclasses.replace(self.known, reason=reason, rounded_away=rounded_away)
 
     def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> CausesOfBatch:
         """Each update prompt's part of the change along this batch's part of the step.

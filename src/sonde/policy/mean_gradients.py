@@ -24,13 +24,13 @@ from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch
 from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import change_by_gradients
-from sonde.policy.stats.entropy_forecast import FirstOrder
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, with_change
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients
 
 
 def along_mean_gradients(
     measurement: EntropyMeasurement, update: Rollouts, optimizer: Any, step_size: float
-) -> tuple[FirstOrder, Direction]:
+) -> tuple[EntropyForecast, Direction]:
     """The change along η Ȳ, the mean of the update prompts' preconditioned gradients times η.
 
     Returns:
@@ -72,16 +72,19 @@ def along_mean_gradients(
         sharpening=sharpening if bool(coefficients.on_entropy.any()) else None,
     )
     prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)
-    first_order = FirstOrder(
+    found = with_change(
+        measurement.known,
+        "first_order",
         change,
-        step_size * float(on_same_prefixes.mean()),
-        change.delta / step_size,
-        next(filter(None, doubts), ""),
-        Causes.of(change.delta, CausesOfBatch(prompts)),
+        responses,
+        fixed_prefixes=FixedPrefixes(None, step_size * float(on_same_prefixes.mean())),
+        bars_dot=change.delta / step_size,
+        doubt=next(filter(None, doubts), ""),
+        causes=Causes.of(change.delta, CausesOfBatch(prompts)),
     )
     for vector in y.values():
         vector.mul_(step_size)
-    return first_order, y
+    return found, y
 
 
 def _update_gradient(

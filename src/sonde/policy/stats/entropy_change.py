@@ -44,9 +44,16 @@ _ROUNDING = 0.02
 fewer."""
 
 
+def with_error(value: float | None, se: float | None) -> str:
+    """A change and its standard error, in words."""
+    if value is None:
+        return "unknown"
+    return f"{value:+.2e} ± {'unknown' if se is None else f'{se:.1e}'}"
+
+
 @dataclass(frozen=True)
 class EntropyChange:
-    """The change of entropy along an update, to first order.
+    """The change of entropy along an update: to first order, or by a finite step.
 
     Attributes:
         delta: the change in nats (a token, for the per-token objective).

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective
+from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective, with_error
 from sonde.policy.stats.entropy_gradient import Responses, Scores, token_and_prefix_weights, weighted_sums
 from sonde.policy.stats.forecast_point import LEAST_MEAN_SUPPORT, LEAST_SUPPORT, MOST_UNSUPPORTED
 from sonde.stats.intervals import LEVEL, student_t_quantile
@@ -64,13 +64,6 @@ class Support:
     def is_enough(self) -> bool:
         """Whether support is enough on average, and positions with support carry at least half of the entropy."""
         return self.unsupported <= MOST_UNSUPPORTED and self.ess_fraction >= LEAST_MEAN_SUPPORT
-
-
-def with_error(value: float | None, se: float | None) -> str:
-    """A change and its standard error, in words."""
-    if value is None:
-        return "unknown"
-    return f"{value:+.2e} ± {'unknown' if se is None else f'{se:.1e}'}"
 
 
 @dataclass(frozen=True)
