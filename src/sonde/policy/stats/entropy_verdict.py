@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
-from sonde.policy.stats.forecast_point import Point, StepsKept, coverage, steps_kept
+from sonde.policy.stats.forecast_point import Point, coverage, steps_kept
 from sonde.policy.stats.policy_alerts import find_policy_alerts, pace_text
 from sonde.wording import number, percent, plural
 
@@ -47,11 +47,11 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
         return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", why)
     kept = steps_kept(points)
     first, now = kept.points[0], kept.points[-1]
-    course = entropy_course(kept) if len(kept.points) > 1 else None
+    course = entropy_course(kept.points) if len(kept.points) > 1 else None
     alerts = find_policy_alerts(kept.points)
     too_large = "Steps are too large to forecast." if "steps_too_large" in alerts else ""
     record = _joined(_last_step(now), _record(points))
-    basis = _joined("" if course is None else _levels(course), _restarts(kept))
+    basis = _joined("" if course is None else _levels(course), _restarts(kept.n_undone))
     if "entropy_collapse" in alerts:
         message, _, remedy = alerts["entropy_collapse"].rpartition(": ")
         change = _change(course) if course is not None else ""
@@ -59,7 +59,7 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
             "collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, record), basis
         )
     if course is None:
-        state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at {kept.label(-1)}."
+        state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at step {now.step:,}."
         return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, record), basis)
     kind: Kind = course.trend
     if too_large and kind in ("holds", "unknown"):
@@ -129,8 +129,6 @@ def _amount(change: Change, of: str) -> str:
         return amount
     # An entropy of tokens cannot fall below 0.
     ends = [_fixed_percent(max(end / change.of, -1.0), decimals) for end in (low, high)]
-    if ends[0] == ends[1]:
-        return f"{amount} (95 % interval: narrower than the digits shown)"
     return f"{amount} (95 % interval: {ends[0]} to {ends[1]})"
 
 
@@ -158,19 +156,18 @@ def _advice(trend: Trend, first: Point, course: Course) -> str:
     return "If the reward no longer rises, add an entropy bonus, lower the learning rate, or stop here."
 
 
-def _restarts(kept: StepsKept) -> str:
-    undone = plural(kept.n_undone, "measurement")
-    are = "is" if kept.n_undone == 1 else "are"
-    left_out = f"A restart took steps again: {undone} of these steps before the restart {are} left out."
-    again = "A restart counted steps from the beginning again: the measurements before it are taken to come first."
-    return _joined(left_out if kept.n_undone else "", again if kept.starts[-1] else "")
+def _restarts(n_undone: int) -> str:
+    if not n_undone:
+        return ""
+    undone, are = plural(n_undone, "measurement"), "is" if n_undone == 1 else "are"
+    return f"A restart took steps again: {undone} of these steps before the restart {are} left out."
 
 
 def _last_step(now: Point) -> str:
     if now.delta is None:
         return ""
     subject = "it" if now.per == "token" else "a response's entropy"
-    delta, low, high, truth = _to_the_same_digits(now)
+    delta, low, high, truth = map(number, (now.delta, now.low, now.high, now.truth))
     forecast = f"Step {now.step:,} was forecast to change {subject} by {delta} [{low} to {high}]"
     if not now.is_valid:
         return f"{forecast}: {now.reason or 'not to be trusted'}."
@@ -178,16 +175,6 @@ def _last_step(now: Point) -> str:
         return f"{forecast}."
     how = "fresh rollouts" if now.is_independent else "the responses after it"
     return f"{forecast}; {how} measured {truth}."
-
-
-def _to_the_same_digits(point: Point) -> list[str]:
-    """A forecast, both ends of its interval and the truth, to the two digits that the interval leaves."""
-    values = (point.delta, point.low, point.high, point.truth)
-    width = 0.0 if point.low is None or point.high is None else point.high - point.low
-    if width < 1e-6:  # unknown, or too many zeros for decimals
-        return [number(value) for value in values]
-    decimals = _decimals(width / 20, 2, 7)
-    return [number(value) if value is None else _fixed(value, decimals, sign="") for value in values]
 
 
 def _record(points: Sequence[Point]) -> str:
@@ -205,9 +192,7 @@ def _nats(value: float | None, se: float | None) -> str:
     if value is None or se is None:
         return number(value)
     decimals = _decimals(se, 2, 3)
-    error = f"{se:.{decimals}f}"
-    shown = error if error.strip("0.") else f"less than {10**-decimals:.{decimals}f}"
-    return f"{_fixed(value, decimals, sign='')}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{shown}"
+    return f"{_fixed(value, decimals, sign='')}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{se:.{decimals}f}"
 
 
 def _decimals(error: float | None, fewest: int, most: int) -> int:
