@@ -38,7 +38,7 @@ try:
     from trl import __version__ as trl_version
 
     from sonde.integrations.guarded import OnError, WrappedMethods, checked_on_error, warn_if_untested
-    from sonde.integrations.trl_checks import check_arguments, default_prompts
+    from sonde.integrations.trl_checks import Wanted, check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
 except ImportError as error:
     raise ImportError(f"this needs trl: {install_hint('trl')}") from error
@@ -107,26 +107,9 @@ def attach(
     )
     if evaluation_prompts is None:
         evaluation_prompts = default_prompts(trainer)
-    check_arguments(
-        trainer,
-        config,
-        evaluation=evaluation,
-        evaluation_prompts=evaluation_prompts,
-        causes=causes,
-        rollouts=rollouts,
-        coefficient_to_hold=coefficient_to_hold,
-    )
-    return TrlProbes(
-        trainer,
-        config,
-        evaluation=evaluation,
-        n_prompts=evaluation_prompts // trainer.accelerator.num_processes,
-        causes=causes,
-        rollouts=rollouts,
-        coefficient_to_hold=coefficient_to_hold,
-        on_error=checked_on_error(on_error),
-        log=log,
-    )
+    wanted = Wanted(evaluation, evaluation_prompts, causes, rollouts, coefficient_to_hold)
+    check_arguments(trainer, config, wanted)
+    return TrlProbes(trainer, config, wanted, checked_on_error(on_error), log)
 
 
 def _forgiving(event: Callable[..., None]) -> Callable[..., None]:
@@ -149,33 +132,18 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        trainer: GRPOTrainer,
-        config: ProbesConfig,
-        *,
-        evaluation: Literal["fresh", "same"],
-        n_prompts: int,
-        causes: bool,
-        rollouts: bool,
-        coefficient_to_hold: bool,
-        on_error: OnError,
-        log: RunLog,
+        self, trainer: GRPOTrainer, config: ProbesConfig, wanted: Wanted, on_error: OnError, log: RunLog
     ) -> None:
         self.forecasts: list[tuple[int, EntropyForecast]] = []
-        self._trainer = trainer
-        self._config = config
-        self._evaluation = evaluation
-        self._has_causes = causes
-        self._has_rollouts = rollouts
-        self._hold = HoldEntropy() if coefficient_to_hold else None
-        self._on_error = on_error
+        self._trainer, self._config, self._wanted, self._on_error = trainer, config, wanted, on_error
+        self._hold = HoldEntropy() if wanted.coefficient_to_hold else None
         self._run_log, self._has_log = log, log.has_sinks
         self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
         self._entropy: EntropyChangeProbe | None = None
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None
         self._policy_log: PolicyLog | None = None
-        self._rollouts = TrlRollouts(trainer, n_prompts)
+        self._rollouts = TrlRollouts(trainer, wanted.n_prompts // trainer.accelerator.num_processes)
         self._around: tuple[ExitStack, AroundStep, float, float] | None = None
         """Of the forecast under way, with the seconds that sampling took, and all of its seconds before the step."""
         self._pace = ForecastPace(1, None, None)
@@ -294,7 +262,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                     return  # an error in a micro-batch was forgiven
                 if not all(has_tokens for _, has_tokens in everywhere):
                     update = None  # TRL has emptied all masks of a rank, as of truncated completions
-                if update is None and self._evaluation == "same":
+                if update is None and self._wanted.evaluation == "same":
                     return
                 if measures_noise and update is not None:
                     self._measure_noise(update, state)
@@ -315,21 +283,21 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         if self._entropy is None:
             return
         begun = time.perf_counter()
-        if update is not None and self._evaluation == "same":
+        if update is not None and self._wanted.evaluation == "same":
             evaluation = self._own_responses(update)
         else:
             evaluation = self._fresh(step)
         sampling_seconds = time.perf_counter() - begun
         every_text = self._on_every_rank({**({} if update is None else update.texts), **evaluation.texts})
         self.texts = {n: text for texts in every_text for n, text in texts.items()}
-        if self._has_rollouts:
+        if self._wanted.rollouts:
             self._for_truth = self._choose(self._seed_for(step) + 500_000)
         if self._hold is not None:
             self._hold.entropy_coefficient = self._entropy_coefficient
             self._hold.applied_scale = self._clip_coefficient
         stack = ExitStack()
-        learned = self._with_loss_weights(update) if self._has_causes and update is not None else None
-        around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
+        learned = self._with_loss_weights(update) if self._wanted.causes and update is not None else None
+        around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._wanted.causes))
         self._around = stack, around, sampling_seconds, time.perf_counter() - entered
 
     @_forgiving
@@ -345,7 +313,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._forecast = around.forecast.after_sampling(sampling_seconds)
         self.forecasts.append((state.global_step + 1, self._forecast))
         self._log(self._forecast.metrics())
-        self._log({"entropy/is_of_own_prompts": float(self._evaluation == "same")})
+        self._log({"entropy/is_of_own_prompts": float(self._wanted.evaluation == "same")})
 
     @_forgiving
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -378,7 +346,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 unwrap_optimizer(optimizer),
                 config.entropy_probe,
                 token_statistics=statistics,
-                sampler=self._truth if self._has_rollouts else None,
+                sampler=self._truth if self._wanted.rollouts else None,
                 grad_scaler=self._trainer.accelerator.scaler,
                 beside=self._hold,
             )
@@ -420,7 +388,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _own_responses(self, update: Rollouts) -> Rollouts:
         """E of evaluation="same", weighted by the log-probabilities at sampling if older weights sampled it."""
-        if self._config.entropy_probe.needs_own_responses(causes=self._has_causes) or update.truncation:
+        if self._config.entropy_probe.needs_own_responses(causes=self._wanted.causes) or update.truncation:
             return update  # without weights; the forecast says so if they are not the policy's own
         return dataclasses.replace(update, log_prob=self._rollouts.sampled_log_prob)
 
@@ -449,6 +417,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _setup(self) -> dict[str, object]:
         trainer, args, entropy = self._trainer, self._trainer.args, self._config.entropy_probe
+        evaluation = self._wanted.evaluation
         completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
         completions *= trainer.accelerator.num_processes
         optimizers = [unwrap_optimizer(trainer.optimizer)]
@@ -465,7 +434,9 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             "prompts_per_step": completions // trainer.num_generations,
             "completions_per_prompt": trainer.num_generations,
             "log_every": entropy.every,
-            "evaluation": "fresh responses to other prompts" if self._evaluation == "fresh" else "the step's own",
+            "evaluation": "fresh responses to other prompts"
+            if self._wanted.evaluation == "fresh"
+            else "the step's own",
             "objective": entropy.objective,
             "level": 0.95,
         }

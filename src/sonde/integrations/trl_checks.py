@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sonde.config import ProbesConfig
@@ -12,28 +13,30 @@ TRUNCATION = ("top_p", "top_k", "min_p")
 """TRL's arguments that leave tokens out of the sampling."""
 
 
-def check_arguments(
-    trainer: Any,
-    config: ProbesConfig,
-    *,
-    evaluation: Literal["fresh", "same"],
-    evaluation_prompts: int,
-    causes: bool,
-    rollouts: bool,
-    coefficient_to_hold: bool,
-) -> None:
-    """Refuse whatever cannot be measured in this trainer's run; the arguments are those of `attach`.
+@dataclass(frozen=True)
+class Wanted:
+    """What `attach` is asked for, by the names of its arguments; `n_prompts` is its `evaluation_prompts`."""
+
+    evaluation: Literal["fresh", "same"]
+    n_prompts: int
+    causes: bool
+    rollouts: bool
+    coefficient_to_hold: bool
+
+
+def check_arguments(trainer: Any, config: ProbesConfig, wanted: Wanted) -> None:
+    """Refuse whatever cannot be measured in this trainer's run.
 
     Raises:
         ValueError: naming the option, and the way out.
     """
-    if evaluation not in ("fresh", "same"):
-        raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
+    if wanted.evaluation not in ("fresh", "same"):
+        raise ValueError(f"evaluation must be 'fresh' or 'same', got {wanted.evaluation!r}")
     _check_used(config)
-    _check_probes(trainer, config, evaluation, causes=causes, holds=coefficient_to_hold)
+    _check_probes(trainer, config, wanted)
     _check_sampling(trainer)
-    if config.entropy_probe.enabled and (evaluation == "fresh" or rollouts):
-        _check_fresh(trainer, evaluation_prompts)
+    if config.entropy_probe.enabled and (wanted.evaluation == "fresh" or wanted.rollouts):
+        _check_fresh(trainer, wanted.n_prompts)
 
 
 def _check_used(config: ProbesConfig) -> None:
@@ -59,9 +62,9 @@ def _check_used(config: ProbesConfig) -> None:
         )
 
 
-def _check_probes(trainer: Any, config: ProbesConfig, evaluation: str, *, causes: bool, holds: bool) -> None:
+def _check_probes(trainer: Any, config: ProbesConfig, wanted: Wanted) -> None:
     """Refuse what would fail at the first step or a later one."""
-    args, entropy = trainer.args, config.entropy_probe
+    args, entropy, causes, holds = trainer.args, config.entropy_probe, wanted.causes, wanted.coefficient_to_hold
     if not entropy.is_step:
         raise ValueError(
             "entropy_probe: {update: gradient} is not TRL's step, and only TRL's is forecast: leave it out"
@@ -71,7 +74,7 @@ def _check_probes(trainer: Any, config: ProbesConfig, evaluation: str, *, causes
             "coefficient_to_hold=True is about a bonus on all tokens, and with top_entropy_quantile below 1 TRL's "
             "bonus is on some of them: leave one of the two out"
         )
-    leaves_out = args.mask_truncated_completions and evaluation == "same"
+    leaves_out = args.mask_truncated_completions and wanted.evaluation == "same"
     if entropy.enabled and entropy.objective == "sequence" and leaves_out:
         raise ValueError(
             "objective='sequence' compares each response with others to its prompt, and mask_truncated_completions may "

@@ -22,7 +22,7 @@ from sonde.policy.policy_step import PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, dot, fit_to_gradients, gradient_for
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
+from sonde.policy.stats.attribution import Causes, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import EntropyObjective
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, before_update, judged, with_change
 from sonde.policy.stats.entropy_gradient import Coefficients, Scores, on_same_prefixes_coefficients
@@ -135,7 +135,7 @@ class EntropyMeasurement:
             step: what makes its parts.
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
         """
-        forecast, found = self.along_step(direction), CausesOfBatch()
+        forecast, found, doubt = self.along_step(direction), dict[str, Any](), ""
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
             x = self.entropy_gradient()
@@ -145,10 +145,10 @@ class EntropyMeasurement:
                 # step that the optimizer would take along X̄.
                 to_entropy = step.part("batch", along=gradient_for(step.optimizer, x))
                 del x
-                found = self._causes_by_prompt(step.optimizer, update, to_entropy)
+                found, doubt = self._causes_by_prompt(step.optimizer, update, to_entropy)
         assert forecast.bars_dot is not None
-        causes = Causes.of(forecast.bars_dot, found, momentum=momentum, decay=decay)
-        return dataclasses.replace(forecast, causes=causes, doubt=forecast.doubt or found.doubt)
+        causes = Causes.of(forecast.bars_dot, momentum=momentum, decay=decay, **found)
+        return dataclasses.replace(forecast, causes=causes, doubt=forecast.doubt or doubt)
 
     def sample(self) -> Scored | None:
         """Fresh responses of the parameters as they are; None without a sampler."""
@@ -242,10 +242,12 @@ class EntropyMeasurement:
         """A forecast that could not be made, with what is known at θ."""
         return dataclasses.replace(self.known, reason=reason, rounded_away=rounded_away)
 
-    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> CausesOfBatch:
+    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> tuple[dict[str, Any], str]:
         """Each update prompt's part of the change along this batch's part of the step.
 
-        Nothing is known if all advantages or gradients are 0.
+        Returns:
+            Arguments of `Causes.of`, none if all advantages or gradients are 0; and why derivatives are not to be
+            trusted.
         """
         learned, credit, others = self.scorer.credited(update)
         on_log_prob = sum((of.on_log_prob for of in others.values()), start=credit)
@@ -262,13 +264,13 @@ class EntropyMeasurement:
         fit = fit_to_gradients(gradient_for(optimizer, ascent))
         del ascent
         if fit is None:
-            return CausesOfBatch()
+            return {}, ""
         d = self.derivatives(learned, to_entropy)
         rewarded, penalised, *of_others = d.along([*credit_by_sign(credit), *others.values()])
         scale = fit.factor / size
         prompts = causes_by_prompt(rewarded, penalised, learned.responses, scale)
         terms = {name: scale * float(of.sum()) for name, of in zip(others, of_others, strict=True)}
-        return CausesOfBatch(prompts, terms, fit.cosine, d.doubt)
+        return {"prompts": prompts, "terms": terms, "cosine": fit.cosine}, d.doubt
 
     def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks."""

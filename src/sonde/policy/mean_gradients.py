@@ -22,7 +22,7 @@ from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import Direction, has_second_moment, widened
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch
-from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
+from sonde.policy.stats.attribution import Causes, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import change_by_gradients
 from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, with_change
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients
@@ -80,7 +80,7 @@ def along_mean_gradients(
         fixed_prefixes=FixedPrefixes(None, step_size * float(on_same_prefixes.mean())),
         bars_dot=change.delta / step_size,
         doubt=next(filter(None, doubts), ""),
-        causes=Causes.of(change.delta, CausesOfBatch(prompts)),
+        causes=Causes.of(change.delta, prompts),
     )
     for vector in y.values():
         vector.mul_(step_size)

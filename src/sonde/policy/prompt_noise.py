@@ -26,7 +26,7 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable, checked_scores
 from sonde.policy.stats.columns import OF_PROMPTS
-from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
+from sonde.policy.stats.prompt_noise import RunningPromptNoise, solve_prompts
 from sonde.probe import Partners
 from sonde.stats.columns import Columns, taken
 from sonde.stats.intervals import Status
@@ -195,7 +195,7 @@ class PromptNoiseProbe:
                 "the gradients of these responses are not finite, so this window was left out: look for NaN in the "
                 "scores, the advantages and the weights"
             )
-        self._running.update(solve_prompts(_prompt_norms(gathered), sq_norm_big))
+        self._running.update(solve_prompts(*_by_prompt(gathered), sq_norm_big))
         return self.reading()
 
     def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
@@ -284,25 +284,20 @@ def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dic
     }
 
 
-def _prompt_norms(gathered: Mapping[str, Tensor]) -> list[PromptNorms]:
-    """The norms of each prompt, from the rows of all ranks.
+def _by_prompt(gathered: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The squared norms and the counts of each prompt, from the rows of all ranks.
 
     Raises:
         ValueError: when ranks with responses of their own hold completions of one prompt.
     """
-    rows_by_prompt: dict[int, list[int]] = {}
-    for row, prompt in enumerate(gathered["prompt"].tolist()):
-        rows_by_prompt.setdefault(prompt, []).append(row)
-    of_prompts = []
-    for rows in rows_by_prompt.values():
-        if len(gathered["data_rank"][rows].unique()) > 1:
-            raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
-        # Ranks that share a prompt each have a part of its squares, and know the same counts.
-        whole, s1, s2 = gathered["sq_norms"][rows].sum(0).tolist()
-        w1, w2, n1, n2 = gathered["counts"][rows[0]].tolist()
-        split = PromptNorms(whole, w1 + w2, (s1, s2), (w1, w2), (n1, n2))
-        of_prompts.append(split if n2 else PromptNorms(whole, w1))
-    return of_prompts
+    prompts, index = gathered["prompt"].unique(return_inverse=True)
+    # Ranks that share a prompt each have a part of its squares, and know the same counts.
+    sq_norms = torch.zeros(len(prompts), 3, dtype=torch.float64).index_add_(0, index, gathered["sq_norms"])
+    counts, ranks = torch.zeros(len(prompts), 4, dtype=torch.float64), torch.zeros_like(prompts)
+    counts[index], ranks[index] = gathered["counts"], gathered["data_rank"]
+    if not torch.equal(ranks[index], gathered["data_rank"]):
+        raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
+    return sq_norms, counts
 
 
 @dataclass(frozen=True)

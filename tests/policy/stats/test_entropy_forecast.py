@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.attribution import Cause, Causes, CausesOfBatch
+from sonde.policy.stats.attribution import Cause, Causes
 from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective, SequenceWeights
 from sonde.policy.stats.entropy_forecast import (
     TOO_LARGE,
@@ -183,9 +183,9 @@ def test_unknown_numbers_are_none_everywhere() -> None:
 
 def test_causes_of_a_step_and_of_gradients() -> None:
     prompts = (Cause(1, -0.2, -0.3, 0.1), Cause(2, 0.1, 0.1, 0.0))
-    assert Causes.of(-0.5, CausesOfBatch(prompts), momentum=-0.25, decay=-0.05) == Causes(
+    assert Causes.of(-0.5, prompts, momentum=-0.25, decay=-0.05) == Causes(
         -0.25, pytest.approx(-0.2), -0.05, prompts, pytest.approx(0.5)
     )
-    assert Causes.of(-0.5, CausesOfBatch(), momentum=-0.25) == Causes(-0.25, -0.25, 0.0, (), None)
-    assert Causes.of(-0.1, CausesOfBatch(prompts)) == Causes(None, -0.1, 0.0, prompts, pytest.approx(1.0))
-    assert Causes.of(0.0, CausesOfBatch(prompts)).explained is None
+    assert Causes.of(-0.5, momentum=-0.25) == Causes(-0.25, -0.25, 0.0, (), None)
+    assert Causes.of(-0.1, prompts) == Causes(None, -0.1, 0.0, prompts, pytest.approx(1.0))
+    assert Causes.of(0.0, prompts).explained is None

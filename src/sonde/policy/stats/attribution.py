@@ -62,23 +62,6 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class CausesOfBatch:
-    """The parts of a batch's change.
-
-    Attributes:
-        prompts: of the update prompts; None if they are not known.
-        terms: of the loss's other terms, by name.
-        cosine: as in `Causes`.
-        doubt: why derivatives of the parts are not to be trusted; empty if they are.
-    """
-
-    prompts: tuple[Cause, ...] | None = None
-    terms: Mapping[str, float] = field(default_factory=dict)
-    cosine: float | None = None
-    doubt: str = ""
-
-
-@dataclass(frozen=True)
 class Causes:
     """Where the change comes from.
 
@@ -106,20 +89,22 @@ class Causes:
     terms: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, delta: float, batch: CausesOfBatch, *, momentum: float | None = None, decay: float = 0.0) -> Causes:
-        """The causes of a change. What momentum and decay leave is this batch's.
-
-        Args:
-            delta: the change in nats.
-            batch: the parts of the batch's.
-            momentum: the change along the momentum part of the step; None if the update has none.
-            decay: the change along its weight-decay part.
-        """
-        rest = delta - ((momentum or 0.0) + decay)
+    def of(
+        cls,
+        delta: float,
+        prompts: tuple[Cause, ...] | None = None,
+        *,
+        terms: Mapping[str, float] | None = None,
+        cosine: float | None = None,
+        momentum: float | None = None,
+        decay: float = 0.0,
+    ) -> Causes:
+        """The causes of a change in nats, from the other attributes. What momentum and decay leave is this batch's."""
+        rest, terms = delta - ((momentum or 0.0) + decay), terms or {}
         explained = None
-        if batch.prompts is not None and rest:
-            explained = (sum(cause.change for cause in batch.prompts) + sum(batch.terms.values())) / rest
-        return cls(momentum, rest, decay, batch.prompts or (), explained, batch.cosine, batch.terms)
+        if prompts is not None and rest:
+            explained = (sum(cause.change for cause in prompts) + sum(terms.values())) / rest
+        return cls(momentum, rest, decay, prompts or (), explained, cosine, terms)
 
     @property
     def other(self) -> float | None:
