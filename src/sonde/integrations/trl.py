@@ -417,7 +417,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _setup(self) -> dict[str, object]:
         trainer, args, entropy = self._trainer, self._trainer.args, self._config.entropy_probe
-        evaluation = self._wanted.evaluation
+        is_own = self._wanted.evaluation == "same"
         completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
         completions *= trainer.accelerator.num_processes
         optimizers = [unwrap_optimizer(trainer.optimizer)]
@@ -434,9 +434,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             "prompts_per_step": completions // trainer.num_generations,
             "completions_per_prompt": trainer.num_generations,
             "log_every": entropy.every,
-            "evaluation": "fresh responses to other prompts"
-            if self._wanted.evaluation == "fresh"
-            else "the step's own",
+            "evaluation": "the step's own" if is_own else "fresh responses to other prompts",
             "objective": entropy.objective,
             "level": 0.95,
         }

@@ -15,7 +15,6 @@ Without the term E[∇S_w], the gradient of an enumerable policy is 10–18 % wr
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +28,7 @@ from sonde.policy.stats.entropy_gradient import (
     Responses,
     Scores,
     per_token_coefficients,
+    standard_error,
     token_and_prefix_weights,
     weighted_sums,
 )
@@ -57,27 +57,50 @@ class EntropyChange:
 
     Attributes:
         delta: the change in nats (a token, for the per-token objective).
-        se: its standard error; None if unknown.
-        low: lower end of its confidence interval, by Student's t; None if unknown.
-        high: upper end of the interval; None if unknown.
-        reason: why a number is unknown or doubtful; empty otherwise.
         per_prompt: s_n of each evaluation prompt, [prompts], in the order of the prompts' numbers. Their mean is
             `delta`.
         sharpening_per_prompt: the part of s_n from distributions that change at the same prefixes, [prompts]; None if
             this part is not measured.
         v_x: variance of `delta` from the evaluation prompts; None if unknown.
         v_y: variance of `delta` from the update prompts; 0 for a given update, None if unknown.
+        degrees: of freedom of the standard error, for Student's t.
+        widened: factor of the interval beyond that.
+        reason: why a number is unknown or doubtful; empty otherwise.
     """
 
     delta: float
-    se: float | None
-    low: float | None
-    high: float | None
-    reason: str
     per_prompt: Tensor
     sharpening_per_prompt: Tensor | None
     v_x: float | None
     v_y: float | None = 0.0
+    degrees: float = 1.0
+    widened: float = 1.0
+    reason: str = ""
+
+    @property
+    def se(self) -> float | None:
+        """The standard error of `delta`; None if unknown."""
+        if self.v_x is None or self.v_y is None or self.v_x + self.v_y < 0.0:
+            return None
+        return math.sqrt(self.v_x + self.v_y)
+
+    @property
+    def interval(self) -> tuple[float, float] | tuple[None, None]:
+        """Both ends of the confidence interval of `delta`, by Student's t; None if unknown."""
+        if self.se is None:
+            return None, None
+        half = student_t_quantile(0.5 + LEVEL / 2, self.degrees) * self.se * self.widened
+        return self.delta - half, self.delta + half
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the interval."""
+        return self.interval[0]
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the interval."""
+        return self.interval[1]
 
     @property
     def sharpening(self) -> float | None:
@@ -174,7 +197,7 @@ def change_per_token(
     shares, sharpening, d_length = along([coefficients, coefficients.entropy_alone(), of_length])
     delta = float(shares.mean())
     influence = shares - delta * t / length - float(d_length.mean()) / length * (h - rate * t) / length
-    return _change(delta, influence, shares, sharpening)
+    return _by_influence(delta, shares, sharpening, influence)
 
 
 def change_of_sequences(coefficients: Coefficients, along: Along) -> EntropyChange:
@@ -189,7 +212,7 @@ def change_of_sequences(coefficients: Coefficients, along: Along) -> EntropyChan
     else:
         [shares], sharpening = along([coefficients]), None
     delta = float(shares.mean())
-    return _change(delta, shares - delta, shares, sharpening)
+    return _by_influence(delta, shares, sharpening, shares - delta)
 
 
 def change_by_gradients(
@@ -213,24 +236,25 @@ def change_by_gradients(
         step_size: η.
         sharpening: the part of X_n·Ȳ from distributions that change at the same prefixes, if known.
     """
-    x, y = x_along_y.double(), y_along_x.double()
-    delta = float(x.mean())
-    sharpening = None if sharpening is None else step_size * sharpening.double()
-    change = EntropyChange(step_size * delta, None, None, None, "", step_size * x, sharpening, None, None)
-    if min(len(x), len(y)) < 2:
+    x, y, n = x_along_y.double(), y_along_x.double(), min(len(x_along_y), len(y_along_x))
+    mean, v_x, v_y, reason = float(x.mean()), None, None, ""
+    if n < 2:
         reason = (
             f"{SE_UNKNOWN}: it needs at least 2 prompts to evaluate and 2 to update on, got {len(x)} and {len(y)}: "
             "pass more prompts"
         )
-        return dataclasses.replace(change, reason=reason)
-    doubt = ""
-    if not math.isclose(delta, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std())):
-        doubt = (
-            f"the mean of X_n·Ȳ and the mean of Y_p·X̄ should both be X̄·Ȳ, got {delta:g} and {float(y.mean()):g}: "
-            "derivatives or sums are lost in rounding"
-        )
-    v_x, v_y = _variance_of_mean(x, x), _variance_of_mean(*(half.double() for half in y_along_halves))
-    return _with_interval(change, min(len(x), len(y)), step_size**2 * v_x, step_size**2 * v_y, doubt)
+    else:
+        v_x = step_size**2 * _variance_of_mean(x, x)
+        v_y = step_size**2 * _variance_of_mean(*(half.double() for half in y_along_halves))
+        if not math.isclose(mean, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std())):
+            reason = (
+                f"the mean of X_n·Ȳ and the mean of Y_p·X̄ should both be X̄·Ȳ, got {mean:g} and {float(y.mean()):g}: "
+                "derivatives or sums are lost in rounding"
+            )
+        if v_x + v_y < 0.0:
+            reason = f"{SE_UNKNOWN}: the estimates of the variances cancel: use more prompts"
+    sharpening = None if sharpening is None else step_size * sharpening.double()
+    return EntropyChange(step_size * mean, step_size * x, sharpening, v_x, v_y, n - 1, reason=reason)
 
 
 def _variance_of_mean(a: Tensor, b: Tensor) -> float:
@@ -239,24 +263,17 @@ def _variance_of_mean(a: Tensor, b: Tensor) -> float:
     return float(((a - a.mean()) * (b - b.mean())).sum()) / (n * (n - 1))
 
 
-def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor | None) -> EntropyChange:
-    n = len(influence)
-    change = EntropyChange(delta, None, None, None, "", shares, sharpening, None)
-    if n < 2:
-        reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
-        return dataclasses.replace(change, reason=reason)
-    return _with_interval(change, n, float(influence.square().sum()) / (n * (n - 1)))
+def _by_influence(delta: float, shares: Tensor, sharpening: Tensor | None, influence: Tensor) -> EntropyChange:
+    """A change whose standard error is that of the mean of the prompts' influences on it."""
+    n, se = len(influence), standard_error(influence)
+    if se is None:
+        return EntropyChange(delta, shares, sharpening, None, reason=too_few(n))
+    return EntropyChange(delta, shares, sharpening, se * se, degrees=n - 1)
 
 
-def _with_interval(change: EntropyChange, n: int, v_x: float, v_y: float = 0.0, doubt: str = "") -> EntropyChange:
-    """The change with its standard error and interval, from variances over n prompts at least."""
-    if v_x + v_y < 0.0:
-        reason = f"{SE_UNKNOWN}: the estimates of the variances cancel: use more prompts"
-        return dataclasses.replace(change, v_x=v_x, v_y=v_y, reason=reason)
-    se = math.sqrt(v_x + v_y)
-    half = student_t_quantile(0.5 + LEVEL / 2, n - 1) * se
-    low, high = change.delta - half, change.delta + half
-    return dataclasses.replace(change, se=se, low=low, high=high, v_x=v_x, v_y=v_y, reason=doubt)
+def too_few(n: int) -> str:
+    """Why there is no standard error."""
+    return f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
 
 
 def token_weights(weights: SequenceWeights, responses: Responses) -> Tensor:

@@ -28,10 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective, with_error
+from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective, too_few, with_error
 from sonde.policy.stats.entropy_gradient import Responses, Scores, token_and_prefix_weights, weighted_sums
 from sonde.policy.stats.forecast_point import LEAST_MEAN_SUPPORT, LEAST_SUPPORT, MOST_UNSUPPORTED
-from sonde.stats.intervals import LEVEL, student_t_quantile
 
 LEAST_ESS_FRACTION = 0.5
 """Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
@@ -136,37 +135,27 @@ def change_by_finite_step(
             token enters or leaves, and the error has room for jumps that no position of this sample shows.
     """
     responses, reference = before.responses, before.log_prob if reference is None else reference
-
-    def weights(of: Scores) -> Tensor:
-        ratio = prefix_log_ratio(of.log_prob, reference, responses)
-        if objective.is_causal:
-            return weights_from(ratio[:, :-1], responses, clip_at, by_column=objective.kind == "sequence")
-        return weights_from(ratio[:, -1:], responses, clip_at)
-
-    def terms(of: Scores) -> Tensor:
-        return objective.causal_terms(of) if objective.is_causal else objective.terms(of)
-
-    old, new = weights(before), weights(after)
-    found = rate_change(_sums(old, terms(before), responses, objective), _sums(new, terms(after), responses, objective))
-    sharpening = None
-    if objective.is_causal:
-        same = _sums(old, terms(after) - terms(before), responses, objective)
+    is_causal = objective.is_causal
+    (weights, old), (after_weights, new) = (
+        _entropy(of, objective, reference, clip_at, whole=not is_causal) for of in (before, after)
+    )
+    found, sharpening, terms = rate_change(old, new), None, objective.terms(after)
+    if is_causal:
+        terms = objective.causal_terms(after)
+        same = _sums(weights, terms - objective.causal_terms(before), responses, objective)
         sharpening = (same.value / same.weight.mean(0)).sum(1)
-    n, delta, se = responses.n_prompts, found.delta, found.se
-    reason, low, high = "", None, None
-    carried = support(new.expand_as(responses.mask), terms(after), responses)
-    if se is not None:
-        if tokens_may_leave:
-            se = math.hypot(se, _UNSEEN_TOKENS * objective.total_weight(responses) / float(responses.length.sum()))
-        degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
-        half = student_t_quantile(0.5 + LEVEL / 2, degrees) * se / math.sqrt(carried.ess_fraction)
-        low, high = delta - half, delta + half
-    elif n < 2:
-        reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
+    carried = support(after_weights.expand_as(responses.mask), terms, responses)
+    variance, n = None if found.se is None else found.se**2, responses.n_prompts
+    if variance is None:
+        lost = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
+        change = EntropyChange(found.delta, found.per_prompt, sharpening, None, reason=too_few(n) if n < 2 else lost)
     else:
-        reason = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
-    variance = None if se is None else se * se
-    change = EntropyChange(delta, se, low, high, reason, found.per_prompt, sharpening, variance)
+        if tokens_may_leave:
+            nats = _UNSEEN_TOKENS * objective.total_weight(responses) / float(responses.length.sum())
+            variance += nats**2
+        degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
+        widened = 1.0 / math.sqrt(carried.ess_fraction)
+        change = EntropyChange(found.delta, found.per_prompt, sharpening, variance, 0.0, degrees, widened)
     return FiniteStep(change, carried, found.without_each, found.degrees_of_freedom)
 
 
@@ -183,14 +172,8 @@ def importance_sampled_change(
     The effective sample size of these weights falls with the length of the responses, whatever the step.
     The arguments are those of `change_by_finite_step`.
     """
-    responses, reference = before.responses, before.log_prob if reference is None else reference
-
-    def weighed(of: Scores) -> tuple[Tensor, WeightedSums]:
-        ratio = prefix_log_ratio(of.log_prob, reference, responses)
-        weights = weights_from(ratio[:, -1:], responses, clip_at)
-        return weights, _sums(weights, objective.terms(of), responses, objective)
-
-    (_, old), (weights, new) = weighed(before), weighed(after)
+    reference = before.log_prob if reference is None else reference
+    (_, old), (weights, new) = (_entropy(of, objective, reference, clip_at, whole=True) for of in (before, after))
     change = rate_change(old, new)
     ess = float(weights.sum().square() / weights.square().sum())
     return MeasuredChange(change.delta, change.se, ess, ess / len(weights))
@@ -217,14 +200,9 @@ def resampled_change(before: Scores, after: Scores, objective: EntropyObjective)
             "let the sampler take the same prompts in each call"
         )
 
-    def sums(of: Scores) -> WeightedSums:
-        terms = objective.terms(of)
-        return _sums(torch.ones(len(terms), 1, dtype=torch.float64), terms, of.responses, objective)
-
-    change = rate_change(sums(before), sums(after))
-    se = change.se
-    if se is not None:
-        se = math.hypot(se, _unseen_jumps(before, sums(before), objective))
+    old, new = (_entropy(of, objective, of.log_prob, whole=True)[1] for of in (before, after))
+    change = rate_change(old, new)
+    se = None if change.se is None else math.hypot(change.se, _unseen_jumps(before, old, objective))
     return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0)
 
 
@@ -242,6 +220,19 @@ def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | 
     weights, _ = token_and_prefix_weights(before.responses, prefix_weights)
     change, length = weighted_sums(after.entropy - before.entropy, before.responses, weights)
     return float(change.mean() / length.mean())
+
+
+def _entropy(
+    of: Scores, objective: EntropyObjective, reference: Tensor, clip_at: float | None = None, *, whole: bool
+) -> tuple[Tensor, WeightedSums]:
+    """A policy's entropy from responses that another one sampled, and the weights of each token or whole response."""
+    ratio = prefix_log_ratio(of.log_prob, reference, of.responses)
+    if whole:
+        weights, terms = weights_from(ratio[:, -1:], of.responses, clip_at), objective.terms(of)
+    else:
+        by_column, terms = objective.kind == "sequence", objective.causal_terms(of)
+        weights = weights_from(ratio[:, :-1], of.responses, clip_at, by_column=by_column)
+    return weights, _sums(weights, terms, of.responses, objective)
 
 
 def _sums(weights: Tensor, terms: Tensor, responses: Responses, objective: EntropyObjective) -> WeightedSums:
