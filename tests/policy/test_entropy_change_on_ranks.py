@@ -46,7 +46,7 @@ def own_prompts(rollouts: Rollouts, n_first: int) -> Rollouts:
 
 def bare(forecast: EntropyForecast) -> dict[str, Any]:
     """A forecast without the numbers that a clock or the system gives."""
-    return {k: v for k, v in dataclasses.asdict(forecast).items() if k not in ("seconds", "peak_bytes")}
+    return {k: v for k, v in dataclasses.asdict(forecast).items() if k != "seconds"}
 
 
 def trained(kind: str) -> tuple[SmallPolicy, torch.optim.Optimizer]:

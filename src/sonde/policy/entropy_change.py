@@ -455,8 +455,7 @@ class EntropyChangeProbe:
         """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
         with preserve_training_state(self._model):
-            # Before the first check, whose forwards reach the peak already.
-            cost = Cost(next(self._model.parameters()).device)
+            cost = Cost()
             self._scorer.check(evaluation)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)

@@ -10,13 +10,11 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import peak_bytes
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_step import PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, dot, fit_to_gradients, gradient_for
@@ -34,8 +32,6 @@ from sonde.policy.stats.importance import (
     prefix_weights,
     resampled_change,
 )
-
-_STATUS = Path("/proc/self/status")
 
 
 class Beside(Protocol):
@@ -235,7 +231,6 @@ class EntropyMeasurement:
             why_precision=self.scorer.why_precision,
             rounded_away=rounded_away,
             seconds=self.cost.seconds,
-            peak_bytes=self.cost.peak_bytes(),
         )
 
     def unknown(self, reason: str, *, rounded_away: float | None = None) -> EntropyForecast:
@@ -298,15 +293,9 @@ class EntropyMeasurement:
 
 
 class Cost:
-    """Counts seconds and memory from its creation on.
+    """Counts the seconds of each phase."""
 
-    Args:
-        device: the model's device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._peak = _peak_bytes(device)
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """Seconds by phase."""
 
@@ -318,20 +307,3 @@ class Cost:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def peak_bytes(self) -> int | None:
-        """Growth of the process's peak memory; None if the system does not report it."""
-        if self._peak is None:
-            return None
-        now = _peak_bytes(self._device)
-        return None if now is None else now - self._peak
-
-
-def _peak_bytes(device: torch.device) -> int | None:
-    """The peak so far: allocated memory on a device, resident memory on Linux."""
-    if device.type != "cpu":
-        return peak_bytes(device)
-    if not _STATUS.exists():
-        return None
-    [line] = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
-    return 1024 * int(line.split()[1])

@@ -113,8 +113,6 @@ class EntropyForecast:
         rounded_away: part of the step, by its norm, that parameters of 16 bits do not hold after the optimizer's
             rounding; 0 for parameters of 32 bits, None if unknown.
         seconds: time spent, by phase.
-        peak_bytes: growth of the process's peak memory; 0 if the peak did not grow, None if the system does not report
-            it.
     """
 
     delta: float | None = None
@@ -152,7 +150,6 @@ class EntropyForecast:
     why_precision: str = ""
     rounded_away: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    peak_bytes: int | None = None
 
     @property
     def is_valid(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -114,22 +113,17 @@ def _recent(course: Course) -> str:
 
 
 def _amount(change: Change, of: str) -> str:
-    """A change in nats and per cent, with its 95 % interval, to the digits that the interval leaves."""
-    decimals = _decimals(change.half, 2, 3)
-    nats = f"{_fixed(change.nats, decimals)} nats a token"
+    """A change in nats and per cent, with its 95 % interval."""
     low, high = change.low, change.high
     # Per cent say nothing of almost no entropy, nor of a continuous distribution's.
     if change.of < NO_CHANGE or change.nats < -change.of:
-        if low is None or high is None:
-            return nats
-        return f"{nats} (95 % interval: {_fixed(low, decimals)} to {_fixed(high, decimals)})"
-    decimals = _decimals(None if change.half is None else 100 * change.half / change.of, 0, 1)
-    amount = f"{nats}, {_fixed_percent(change.nats / change.of, decimals)} {of}"
-    if low is None or high is None:
-        return amount
-    # An entropy of tokens cannot fall below 0.
-    ends = [_fixed_percent(max(end / change.of, -1.0), decimals) for end in (low, high)]
-    return f"{amount} (95 % interval: {ends[0]} to {ends[1]})"
+        amount, ends = f"{_nats(change.nats)} nats a token", [_nats(low), _nats(high)]
+    else:
+        # An entropy of tokens cannot fall below 0.
+        parts = [None if nats is None else max(nats / change.of, -1.0) for nats in (change.nats, low, high)]
+        part, *ends = (percent(None if of is None else round(of, 3)) for of in parts)
+        amount = f"{_nats(change.nats)} nats a token, {part} {of}"
+    return amount if change.half is None else f"{amount} (95 % interval: {ends[0]} to {ends[1]})"
 
 
 def _advice(trend: Trend, first: Point, course: Course) -> str:
@@ -187,30 +181,12 @@ def _record(points: Sequence[Point]) -> str:
     return _joined(judged if so_far.n else "", doubtful if n_doubtful else "")
 
 
-def _nats(value: float | None, se: float | None) -> str:
-    """An entropy with its standard error, both to the digits that the error leaves."""
-    if value is None or se is None:
-        return number(value)
-    decimals = _decimals(se, 2, 3)
-    return f"{_fixed(value, decimals, sign='')}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{se:.{decimals}f}"
-
-
-def _decimals(error: float | None, fewest: int, most: int) -> int:
-    """So many decimals that an error has a digit other than 0, within limits."""
-    if not error:
-        return most if error == 0 else fewest
-    return min(max(-math.floor(math.log10(error)), fewest), most)
-
-
-def _fixed(value: float, decimals: int, sign: str = "+") -> str:
-    text = f"{abs(value):,.{decimals}f}"
-    if not text.strip("0.,"):
-        return text
-    return ("\N{MINUS SIGN}" if value < 0 else sign) + text
-
-
-def _fixed_percent(fraction: float, decimals: int) -> str:
-    return f"{_fixed(100 * fraction, decimals)}\N{NO-BREAK SPACE}%"
+def _nats(value: float | None, se: float | None = None) -> str:
+    """Nats a token to a thousandth, perhaps with their standard error: what is below is noise."""
+    if value is None:
+        return number(None)
+    nats = f"{round(value, 3) + 0.0:.3f}".replace("-", "\N{MINUS SIGN}")  # + 0.0: no negative zero
+    return nats if se is None else f"{nats}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{se:.3f}"
 
 
 def _joined(*sentences: str) -> str:
