@@ -161,9 +161,9 @@ def test_the_whole_configuration_of_a_training_may_be_given() -> None:
 @pytest.mark.parametrize(
     ("options", "partners", "said"),
     [
-        ({}, {"sampler": None}, "got sampler=None: pass sampler=, a function model -> sonde.Rollouts, or make"),
-        ({}, {"sampler": 3}, "got sampler=3: pass sampler=, a function model -> sonde.Rollouts"),
-        ({"update": "gradient"}, {}, "needs the update's responses, and step\\(\\) has none"),
+        ({}, {"sampler": None}, "sampler=None: pass sampler=, a function model -> sonde.Rollouts, or make"),
+        ({}, {"sampler": 3}, "sampler=3: pass sampler=, a function model -> sonde.Rollouts"),
+        ({"update": "gradient"}, {}, "forecasts the optimizer's steps on fresh responses, got update='gradient'"),
         ({}, {"optimizer": torch.optim.RMSprop}, "sonde cannot forecast the step of RMSprop: use around_step"),
     ],
 )

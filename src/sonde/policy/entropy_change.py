@@ -136,11 +136,6 @@ class EntropyChangeProbe:
         if not options.is_step and options.step_size is None and optimizer is None:
             raise ValueError("update='gradient' takes the optimizer's learning rate, got no optimizer: pass step_size=")
         if beside is not None:
-            if not callable(getattr(beside, "begins", None)):
-                raise ValueError(
-                    "beside must measure something beside the forecast, as sonde.contrib.hold_entropy.HoldEntropy() "
-                    f"does, got {beside!r:.60}"
-                )
             if not options.is_step:
                 raise ValueError(
                     "beside= is about the optimizer's own step, and update='gradient' is another: leave one out"
@@ -563,16 +558,11 @@ class EntropyProbeConfig(EntropyChangeOptions):
             ValueError: if `step` could not work: without a sampler, for an optimizer whose step cannot be forecast, or
                 for update="gradient".
         """
-        if not self.is_step:
+        if not self.is_step or not callable(partners.sampler):
             raise ValueError(
-                "entropy_probe: {update: gradient} needs the update's responses, and step() has none: leave it out, or "
-                "make sonde.EntropyChangeProbe in code and call forecast() with them"
-            )
-        if not callable(partners.sampler):
-            raise ValueError(
-                f"entropy_probe evaluates each step on fresh responses, got sampler={partners.sampler!r:.60}: pass "
-                "sampler=, a function model -> sonde.Rollouts, or make sonde.EntropyChangeProbe in code and call "
-                "forecast() with responses"
+                f"entropy_probe forecasts the optimizer's steps on fresh responses, got update={self.update!r} and "
+                f"sampler={partners.sampler!r:.60}: pass sampler=, a function model -> sonde.Rollouts, or make "
+                "sonde.EntropyChangeProbe in code and call forecast() with responses"
             )
         if why := why_no_forecast(partners.optimizer):
             raise ValueError(f"entropy_probe forecasts each step, and {why}; make sonde.EntropyChangeProbe in code")

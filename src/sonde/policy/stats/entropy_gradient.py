@@ -64,10 +64,6 @@ class Responses:
             raise ValueError(f"{name} must be finite wherever a token was sampled")
         return values
 
-    def rows(self, index: Tensor) -> Responses:
-        """The responses with these row numbers."""
-        return Responses(self.mask[index], self.prompts[self.index[index]])
-
     def per_prompt(self, per_response: Tensor) -> Tensor:
         """The mean over each prompt's responses, in the order of the prompts' numbers.
 
