@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
-from sonde.policy.stats.forecast_point import Point, coverage, steps_kept
+from sonde.policy.stats.forecast_point import Point, steps_kept
 from sonde.policy.stats.policy_alerts import find_policy_alerts, pace_text
 from sonde.wording import number, percent, plural
 
@@ -23,7 +23,7 @@ class EntropyVerdict:
             "holds" if a larger change is excluded; "not_linear" if steps are too large to forecast; "unknown" if the
             measurements are too few or too noisy.
         headline: one sentence.
-        detail: the change, what to do, and the last forecast.
+        detail: the change, what to do, and why the last forecast is not to be trusted.
         basis: how the levels were made of the measurements, and what a restart did to these.
     """
 
@@ -49,21 +49,21 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
     course = entropy_course(kept.points) if len(kept.points) > 1 else None
     alerts = find_policy_alerts(kept.points)
     too_large = "Steps are too large to forecast." if "steps_too_large" in alerts else ""
-    record = _joined(_last_step(now), _record(points))
+    doubt = _doubt(now)
     basis = _joined("" if course is None else _levels(course), _restarts(kept.n_undone))
     if "entropy_collapse" in alerts:
         message, _, remedy = alerts["entropy_collapse"].rpartition(": ")
         change = _change(course) if course is not None else ""
         return EntropyVerdict(
-            "collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, record), basis
+            "collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, doubt), basis
         )
     if course is None:
         state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at step {now.step:,}."
-        return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, record), basis)
+        return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, doubt), basis)
     kind: Kind = course.trend
     if too_large and kind in ("holds", "unknown"):
         kind = "not_linear"
-    detail = _joined(_change(course), _recent(course), _advice(course.trend, first, course), too_large, record)
+    detail = _joined(_change(course), _recent(course), _advice(course.trend, first, course), too_large, doubt)
     return EntropyVerdict(kind, _headline(course, kind), detail, basis)
 
 
@@ -157,28 +157,11 @@ def _restarts(n_undone: int) -> str:
     return f"A restart took steps again: {undone} of these steps before the restart {are} left out."
 
 
-def _last_step(now: Point) -> str:
-    if now.delta is None:
+def _doubt(now: Point) -> str:
+    """Why the last forecast is not to be trusted."""
+    if now.delta is None or now.is_valid:
         return ""
-    subject = "it" if now.per == "token" else "a response's entropy"
-    delta, low, high, truth = map(number, (now.delta, now.low, now.high, now.truth))
-    forecast = f"Step {now.step:,} was forecast to change {subject} by {delta} [{low} to {high}]"
-    if not now.is_valid:
-        return f"{forecast}: {now.reason or 'not to be trusted'}."
-    if not now.has_truth:
-        return f"{forecast}."
-    how = "fresh rollouts" if now.is_independent else "the responses after it"
-    return f"{forecast}; {how} measured {truth}."
-
-
-def _record(points: Sequence[Point]) -> str:
-    so_far = coverage(points)
-    n_forecasts = sum(p.delta is not None for p in points)
-    n_doubtful = sum(p.delta is not None and not p.is_valid for p in points)
-    judged = f"{so_far.n_held:,} of {plural(so_far.n, 'interval')} held the change that fresh rollouts measured."
-    were = "was" if n_doubtful == 1 else "were"
-    doubtful = f"{n_doubtful:,} of {plural(n_forecasts, 'forecast')} {were} not to be trusted."
-    return _joined(judged if so_far.n else "", doubtful if n_doubtful else "")
+    return f"The forecast of step {now.step:,}: {now.reason or 'not to be trusted'}."
 
 
 def _nats(value: float | None, se: float | None = None) -> str:
