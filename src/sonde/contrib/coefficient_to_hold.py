@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import FiniteStep, WeightedSums, jackknife_covariance
+from sonde.policy.stats.entropy_gradient import Responses, WeightedSums
+from sonde.policy.stats.importance import FiniteStep, jackknife_covariance
 from sonde.stats.intervals import RatioInterval, Status, signed_ratio_interval
 from sonde.wording import number
 
@@ -171,7 +171,7 @@ def without_each_prompt(d_entropy: Sequence[Tensor], halves: Sequence[Tensor], r
         sums = WeightedSums(change[own][:, None], length[own][:, None])
         # Each half's product counts by its share of the prompts: that of the half which is evaluated, the other one.
         others = 1.0 - float(own.sum()) / responses.n_prompts
-        shifts[own] = others * (sums.ratios_without_each() - sums.ratios())[:, 0]
+        shifts[own] = others * (sums.without_each() - float(sums.ratios()))
     return shifts
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.entropy_gradient import Responses
+from sonde.policy.stats.entropy_gradient import Responses, WeightedSums
 from sonde.policy.stats.importance import (
-    WeightedSums,
     change_by_finite_step,
     effective_number,
     fixed_prefix_change,

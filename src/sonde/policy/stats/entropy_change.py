@@ -187,16 +187,16 @@ def change_per_token(
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
     weights, _ = token_and_prefix_weights(responses, prefix_weights)
-    h, t = weighted_sums(entropy, responses, weights)
-    length = float(t.mean())
-    rate = float(h.mean()) / length
+    sums = weighted_sums(entropy, responses, weights)
+    length = float(sums.weight.mean())
     coefficients = per_token_coefficients(entropy, responses, prefix_weights=prefix_weights)
     # d̄, the derivative of the mean length: token k's log-probability moves the likelihood of the tokens after it.
     after = torch.where(responses.mask, responses.after(weights), 0.0)
     of_length = Coefficients(torch.zeros_like(after), responses.share[:, None] * after)
     shares, sharpening, d_length = along([coefficients, coefficients.entropy_alone(), of_length])
     delta = float(shares.mean())
-    influence = shares - delta * t / length - float(d_length.mean()) / length * (h - rate * t) / length
+    on_rate, on_length = sums.above(sums.ratios()), sums.weight[:, 0] / length
+    influence = shares - delta * on_length - float(d_length.mean()) / length * on_rate
     return _by_influence(delta, shares, sharpening, influence)
 
 

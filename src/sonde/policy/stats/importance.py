@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective, too_few, with_error
-from sonde.policy.stats.entropy_gradient import Responses, Scores, token_and_prefix_weights, weighted_sums
+from sonde.policy.stats.entropy_gradient import Responses, Scores, WeightedSums, token_and_prefix_weights, weighted_sums
 from sonde.policy.stats.forecast_point import LEAST_MEAN_SUPPORT, LEAST_SUPPORT, MOST_UNSUPPORTED
 
 LEAST_ESS_FRACTION = 0.5
@@ -143,7 +143,7 @@ def change_by_finite_step(
     if is_causal:
         terms = objective.causal_terms(after)
         same = _sums(weights, terms - objective.causal_terms(before), responses, objective)
-        sharpening = (same.value / same.weight.mean(0)).sum(1)
+        sharpening = same.above(torch.zeros(()))
     carried = support(after_weights.expand_as(responses.mask), terms, responses)
     variance, n = None if found.se is None else found.se**2, responses.n_prompts
     if variance is None:
@@ -218,8 +218,7 @@ def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | 
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
     weights, _ = token_and_prefix_weights(before.responses, prefix_weights)
-    change, length = weighted_sums(after.entropy - before.entropy, before.responses, weights)
-    return float(change.mean() / length.mean())
+    return float(weighted_sums(after.entropy - before.entropy, before.responses, weights).ratios())
 
 
 def _entropy(
@@ -271,28 +270,6 @@ def _unseen_jumps(before: Scores, sums: WeightedSums, objective: EntropyObjectiv
 
 
 @dataclass(frozen=True)
-class WeightedSums:
-    """What one policy's rate is made of.
-
-    Attributes:
-        value: weighted values, fp64, [prompts, columns].
-        weight: the weights, fp64, at least 0, [prompts, columns]. A common factor of a column's values and weights
-            changes nothing.
-    """
-
-    value: Tensor
-    weight: Tensor
-
-    def ratios(self) -> Tensor:
-        """The ratio of each column, [columns]."""
-        return self.value.sum(0) / self.weight.sum(0)
-
-    def ratios_without_each(self) -> Tensor:
-        """The ratios of all other prompts, [prompts, columns]."""
-        return (self.value.sum(0) - self.value) / (self.weight.sum(0) - self.weight)
-
-
-@dataclass(frozen=True)
 class RateChange:
     """The rate after an update minus the rate before it.
 
@@ -323,17 +300,14 @@ def rate_change(before: WeightedSums, after: WeightedSums) -> RateChange:
     What both have in common cancels in each prompt's difference. The standard error comes from these differences. Its
     degrees of freedom fall with the effective number of prompts: a few large weights make the scatter itself uncertain.
     """
-    old, new = before.ratios(), after.ratios()
-    # A prompt's share is how far its values lie above the old ratio: 0 on average before, the change on average after.
-    shares = (after.value - old * after.weight) / after.weight.mean(0)
-    shares = shares - (before.value - old * before.weight) / before.weight.mean(0)
-    weight = (after.weight / after.weight.mean(0)).sum(1)
-    without_each = (after.ratios_without_each() - before.ratios_without_each()).sum(1)
+    old, weight = before.ratios(), (after.weight / after.weight.mean(0)).sum(1)
+    without_each = after.without_each() - before.without_each()
     variance = jackknife_covariance(without_each, without_each)
     return RateChange(
-        float((new - old).sum()),
+        float((after.ratios() - old).sum()),
         None if variance is None else math.sqrt(variance),
-        shares.sum(1),
+        # A prompt's share is how far it lies above the old ratio: 0 on average before, the change on average after.
+        after.above(old) - before.above(old),
         without_each,
         float(weight.sum().square() / weight.square().sum()),
     )
