@@ -21,7 +21,7 @@ def test_fresh_rollouts_agree_within_their_errors(objective: str) -> None:
     probe = scene.probe(
         objective=objective, micro_batch_prompts=50, sampler=lambda m: sample(m, list(range(150)), n_each=16)
     )
-    forecast = probe.measure(E)
+    forecast = probe.forecast(E, rollouts=True)
     assert forecast.rollouts is not None
     assert forecast.rollouts.se > 0
     error = math.hypot(forecast.se, forecast.rollouts.se)

@@ -96,7 +96,7 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     )
     options = {"causes": True} if update == "step" else {}
     if how == "DDP":
-        forecast = probe.measure(own_prompts(E, 8), own_prompts(U, N_U // 2), **options)
+        forecast = probe.forecast(own_prompts(E, 8), own_prompts(U, N_U // 2), rollouts=True, **options)
     else:  # this sampler does not run in step on all ranks, as a sharded model needs
         forecast = probe.forecast(own_prompts(E, 8), own_prompts(U, N_U // 2), **options)
     return bare(forecast), all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))

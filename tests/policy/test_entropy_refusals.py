@@ -124,7 +124,11 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
     [
         (lambda: forecast({"log_prob": torch.full((16, 6), 0.7)}), r"is up to 0\.7, and a token's .* never above 0"),
         (
-            lambda: Scene().probe(sampler=lambda m: rollouts(log_prob=-torch.ones(16, 6))).measure(rollouts()),
+            lambda: (
+                Scene()
+                .probe(sampler=lambda m: rollouts(log_prob=-torch.ones(16, 6)))
+                .forecast(rollouts(), rollouts=True)
+            ),
             "the sampler's responses have log_prob=, so another policy sampled them",
         ),
         (
@@ -157,7 +161,7 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (lambda: Scene().probe().forecast({"input_ids": 1}), "evaluation responses must be sonde.Rollouts, got a dict"),
         (lambda: Scene().probe().forecast(rollouts(), [1]), "update responses must be sonde.Rollouts, got a list"),
         (
-            lambda: Scene().probe(sampler=lambda model: [1]).measure(rollouts()),
+            lambda: Scene().probe(sampler=lambda model: [1]).forecast(rollouts(), rollouts=True),
             "the sampler's responses must be sonde.Rollouts, got a list",
         ),
         (lambda: forecast(U={"advantage": None}), "update responses need their advantages"),
@@ -201,7 +205,7 @@ def test_calls_out_of_order() -> None:
     ):
         pass
     with pytest.raises(RuntimeError, match="needs a sampler"):
-        scene.probe().measure(scene.E)
+        scene.probe().forecast(scene.E, rollouts=True)
     scene.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="no parameter has a gradient: call this after the backward"):
         scene.probe().forecast(scene.E)

@@ -176,8 +176,6 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """
         if self._policy_log is not None:
             self._policy_log.end(reason)
-        if self._entropy is not None:
-            self._entropy.close()
         self._wrapped.restore()
         self._clip.restore()
         self._trainer.pop_callback(self)

@@ -95,7 +95,7 @@ class EntropyChangeProbe:
         options: how to measure.
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
             transformers.
-        sampler: draws fresh responses: for the third truth of `measure` and `around_step`, and for `step`.
+        sampler: draws fresh responses: for the third truth of `forecast` and `around_step`, and for `step`.
         grad_scaler: the `torch.amp.GradScaler` in use, if there is one. Its scale is left out of the gradients, before
             and after its `unscale_`.
         process_group: the ranks that hold different responses; by default those of DDP or FSDP2.
@@ -163,6 +163,7 @@ class EntropyChangeProbe:
         *,
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
+        rollouts: bool = False,
     ) -> EntropyForecast:
         """What the next optimizer step will do. Parameters take the step for one forward, and have their bits again.
 
@@ -175,29 +176,26 @@ class EntropyChangeProbe:
                 Leave out the scale of `grad_scaler` and a clip by `fold_into=`: the probe knows both.
             causes: also take the change to first order, split into momentum, this batch and decay, and by prompt of U.
                 This takes a backward of E and one of U, and passes over both.
+            rollouts: also take the third truth, from responses sampled before and after the step with common random
+                numbers.
 
         Raises:
             ValueError: for responses that cannot be used, or an optimizer whose step cannot be forecast.
-            RuntimeError: if there is no gradient yet.
+            RuntimeError: if there is no gradient yet, or no sampler for rollouts.
         """
-        return self._forecast(evaluation, update, gradient_scale, causes, None)
-
-    def measure(
-        self,
-        evaluation: Rollouts,
-        update: Rollouts | None = None,
-        *,
-        gradient_scale: float | Tensor = 1.0,
-        causes: bool = False,
-    ) -> EntropyForecast:
-        """`forecast` with the third truth: responses sampled before and after the step, with common random numbers.
-
-        Raises:
-            RuntimeError: without a sampler.
-        """
-        if self._sampler is None:
+        if rollouts and self._sampler is None:
             raise RuntimeError("truth by fresh rollouts needs a sampler: EntropyChangeProbe(…, sampler=…)")
-        return self._forecast(evaluation, update, gradient_scale, causes, self._sampler)
+        with together(self._group), self._beside_forgets():
+            step, n_update = self._begin(evaluation, update, gradient_scale, causes)
+            if self._options.is_step and (why := step.why_no_forecast()):
+                raise ValueError(why)
+            with self._measuring(evaluation, self._sampler if rollouts else None, n_update) as measurement:
+                if measurement is None:
+                    return self._unknown(_SCORES_NOT_FINITE)
+                found, direction = self._at_entry(measurement, step, update, causes)
+                if direction is None:
+                    return measurement.unknown(STEP_NOT_FINITE)
+                return self._stepped(measurement, direction, found, measurement.sample(), self._beside)[0]
 
     @contextlib.contextmanager
     def around_step(
@@ -371,26 +369,6 @@ class EntropyChangeProbe:
         """The optimizer's step; the scale of a GradScaler is left out of its gradients."""
         scale = loss_scale(self._grad_scaler, self._optimizer)
         return PolicyStep(self._model, self._optimizer, self._group, gradient_scale / scale, scale)
-
-    def _forecast(
-        self,
-        evaluation: Rollouts,
-        update: Rollouts | None,
-        gradient_scale: float | Tensor,
-        causes: bool,
-        sampler: Sampler | None,
-    ) -> EntropyForecast:
-        with together(self._group), self._beside_forgets():
-            step, n_update = self._begin(evaluation, update, gradient_scale, causes)
-            if self._options.is_step and (why := step.why_no_forecast()):
-                raise ValueError(why)
-            with self._measuring(evaluation, sampler, n_update) as measurement:
-                if measurement is None:
-                    return self._unknown(_SCORES_NOT_FINITE)
-                found, direction = self._at_entry(measurement, step, update, causes)
-                if direction is None:
-                    return measurement.unknown(STEP_NOT_FINITE)
-                return self._stepped(measurement, direction, found, measurement.sample(), self._beside)[0]
 
     @contextlib.contextmanager
     def _beside_forgets(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ AFTER: dict[str, Any] = {
     "finite_step": STEP,
     "support": WHOLE,
     "fixed_prefixes": FixedPrefixes(-0.11, -0.1),
-    "importance": MeasuredChange(-0.22, 0.02, 1.8, 0.9),
+    "importance": MeasuredChange(-0.22, 0.02, 0.9),
 }
 
 
@@ -127,12 +127,12 @@ def test_along_gradients_the_interval_includes_the_deviation_from_first_order() 
 
 
 def test_a_change_that_few_responses_carry_is_not_known() -> None:
-    few = MeasuredChange(-0.258, 0.002, 0.64, 0.02)
+    few = MeasuredChange(-0.258, 0.002, 0.02)
     assert str(few) == "not known (effective sample size 0.02 of the responses)"
     metrics = forecast(importance=few).metrics()
     assert (metrics["entropy/delta_importance"], metrics["entropy/ess_fraction"]) == (None, 0.02)
     assert forecast(importance=few).is_valid  # whole responses say nothing of the positions
-    assert forecast(importance=MeasuredChange(-0.258, 0.002, 16.0, 0.5)).metrics()["entropy/delta_importance"] == -0.258
+    assert forecast(importance=MeasuredChange(-0.258, 0.002, 0.5)).metrics()["entropy/delta_importance"] == -0.258
 
 
 def test_a_step_without_support_is_not_to_be_trusted() -> None:

@@ -118,7 +118,7 @@ def test_other_prompts_cannot_be_compared_and_no_step_changes_nothing_at_the_sam
         resampled_change(before, other, PER_TOKEN)
     assert fixed_prefix_change(before, before) == 0.0
     found = importance_sampled_change(before, before, PER_TOKEN)
-    assert (found.se, found.ess_fraction, found.ess) == (0.0, pytest.approx(1.0), pytest.approx(16.0))
+    assert (found.se, found.ess_fraction) == (0.0, pytest.approx(1.0))
 
 
 def test_few_different_responses_leave_an_interval_that_holds() -> None:

@@ -89,13 +89,11 @@ class MeasuredChange:
     Attributes:
         delta: the change in nats, a token or a response.
         se: its standard error, from the scatter of the prompts; None with fewer than 2 prompts.
-        ess: effective sample size in responses, (Σω)²/Σω²; the number of responses if all weights are equal.
-        ess_fraction: `ess` over the number of responses.
+        ess_fraction: effective sample size, (Σω)²/Σω², over the number of responses; 1 if all weights are equal.
     """
 
     delta: float
     se: float | None
-    ess: float
     ess_fraction: float
 
     @property
@@ -176,7 +174,7 @@ def importance_sampled_change(
     (_, old), (weights, new) = (_entropy(of, objective, reference, clip_at, whole=True) for of in (before, after))
     change = rate_change(old, new)
     ess = float(weights.sum().square() / weights.square().sum())
-    return MeasuredChange(change.delta, change.se, ess, ess / len(weights))
+    return MeasuredChange(change.delta, change.se, ess / len(weights))
 
 
 def resampled_change(before: Scores, after: Scores, objective: EntropyObjective) -> MeasuredChange:
@@ -203,7 +201,7 @@ def resampled_change(before: Scores, after: Scores, objective: EntropyObjective)
     old, new = (_entropy(of, objective, of.log_prob, whole=True)[1] for of in (before, after))
     change = rate_change(old, new)
     se = None if change.se is None else math.hypot(change.se, _unseen_jumps(before, old, objective))
-    return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0)
+    return MeasuredChange(change.delta, se, 1.0)
 
 
 def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | None = None) -> float:
