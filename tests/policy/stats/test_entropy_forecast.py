@@ -24,7 +24,7 @@ from sonde.policy.stats.entropy_forecast import (
 )
 from sonde.policy.stats.entropy_gradient import Responses
 from sonde.policy.stats.importance import MeasuredChange, Support
-from sonde.policy.stats.own_policy import OwnPolicyTest, why_not_own
+from sonde.policy.stats.own_policy import OwnPolicyTest
 from tests.policy.stats.tiny_batches import Scores
 
 # Two prompts with one response each, of 2 tokens with 1 nat each.
@@ -164,7 +164,7 @@ def test_responses_of_another_policy_are_named() -> None:
         log_prob, entropy = torch.full((16, 16), -surprise), torch.ones(16, 16)
         test = OwnPolicyTest.of(log_prob, entropy, responses)
         assert test is not None
-        reason = why_not_own(test.z, test.departure)
+        reason = test.why_not
         assert f"{sign} than the policy's entropy says, by 50\xa0% of it (16 standard errors)" in reason
         assert cause in reason
 

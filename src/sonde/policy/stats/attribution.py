@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -115,47 +115,32 @@ class Causes:
     @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
-        parts = [*(cause.change for cause in self.prompts), *self.terms.values()]
-        return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
+        if self.cosine is not None and self.cosine < 0.0:
+            return (
+                f"the loss's gradient is against that of advantage × log-probability (cosine {self.cosine:.2f}): pass "
+                "the advantages of this step, and terms= and entropy_bonus= if it has them, with the signs that lower "
+                "the loss"
+            )
+        if self.cosine is not None and self.cosine < _LEAST_COSINE:
+            return (
+                f"the loss's gradient differs from that of advantage × log-probability (cosine {self.cosine:.2f}): "
+                "pass all responses that this step learns from, and other terms of the loss, such as a KL penalty or "
+                "an entropy bonus, by Rollouts(terms=, entropy_bonus=), in the unit of the advantages"
+            )
+        # Parts may cancel: an error that is small beside them is harmless.
+        size = math.hypot(*(cause.change for cause in self.prompts), *self.terms.values())
+        if self.other is None or abs(self.other) <= _OFF_AT_MOST * max(abs(self.batch), size):
+            return ""
+        return (
+            f"the parts of prompts and terms add up to {self.batch - self.other:+.1e} nats, and the batch's part is "
+            f"{self.batch:+.1e}: the rest is from terms other than advantage × log-probability, such as a KL penalty "
+            "or an entropy bonus, which Rollouts(terms=, entropy_bonus=) would name, or from dropout"
+        )
 
 
 def unexplained(batch: float | None, explained: float | None) -> float | None:
     """The part of a batch's change that is no prompt's, in nats; None if unknown."""
     return None if batch is None or explained is None else batch * (1.0 - explained)
-
-
-def doubt_of_parts(
-    batch: float | None, explained: float | None, parts: Iterable[float], *, cosine: float | None = None
-) -> str:
-    """Why the prompts' parts of a batch's change are not to be trusted; empty if they are.
-
-    Args:
-        batch: the batch's change in nats; None if unknown.
-        explained: the sum of the prompts' parts over it; None if unknown.
-        parts: the prompts' parts. They may cancel: an error that is small beside them is harmless.
-        cosine: cosine similarity of the loss's gradient and that of advantage × log-probability; None if unknown.
-    """
-    if cosine is not None and cosine < 0.0:
-        return (
-            f"the loss's gradient is against that of advantage × log-probability (cosine {cosine:.2f}): pass the "
-            "advantages of this step, and terms= and entropy_bonus= if it has them, with the signs that lower the loss"
-        )
-    if cosine is not None and cosine < _LEAST_COSINE:
-        return (
-            f"the loss's gradient differs from that of advantage × log-probability (cosine {cosine:.2f}): pass all "
-            "responses that this step learns from, and other terms of the loss, such as a KL penalty or an entropy "
-            "bonus, by Rollouts(terms=, entropy_bonus=), in the unit of the advantages"
-        )
-    if batch is None or explained is None:
-        return ""
-    size = max(abs(batch), math.hypot(*parts))
-    if abs(explained - 1.0) * abs(batch) <= _OFF_AT_MOST * size:
-        return ""
-    return (
-        f"the parts of prompts and terms add up to {explained * batch:+.1e} nats, and the batch's part is "
-        f"{batch:+.1e}: the rest is from terms other than advantage × log-probability, such as a KL penalty or an "
-        "entropy bonus, which Rollouts(terms=, entropy_bonus=) would name, or from dropout"
-    )
 
 
 def shares_by_prompt(change: EntropyChange, responses: Responses) -> tuple[Share, ...]:

@@ -14,7 +14,7 @@ from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, O
 from sonde.policy.stats.entropy_gradient import Responses, Scores, surprise_sd, weighted_entropy_rate
 from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, TOO_LARGE, is_near_uniform
 from sonde.policy.stats.importance import MeasuredChange, Support
-from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
 from sonde.stats.columns import taken
 from sonde.stats.intervals import LEVEL
@@ -269,7 +269,7 @@ def judged(found: EntropyForecast, responses: Responses, objective: EntropyObjec
         responses: the evaluation responses.
         objective: which entropy is meant.
     """
-    own, sampler, causes, fixed = found.own_policy, found.sampler, found.causes, found.fixed_prefixes
+    causes, fixed = found.causes, found.fixed_prefixes
     is_uniform, bend = is_near_uniform(found.entropy, found.surprise_sd), 0.0
     reasons = [found.reason, _NOT_FINITE_AFTER if found.finite_step is None else ""]
     if found.update == "gradient":
@@ -282,8 +282,7 @@ def judged(found: EntropyForecast, responses: Responses, objective: EntropyObjec
             bend = tokens * (fixed.true - fixed.linear)
     elif found.support is not None:
         reasons.append(why_no_support(found.support, is_uniform=is_uniform))
-    reasons.append("" if own is None else why_not_own(own.z, own.departure))
-    reasons.append("" if sampler is None else why_not_of_sampler(sampler.z, sampler.departure))
+    reasons += [test.why_not for test in (found.own_policy, found.sampler) if test is not None]
     return replace(
         found,
         n_evaluation=responses.n_prompts,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sonde.policy.stats.entropy_course import Course, Pace, entropy_course
 from sonde.policy.stats.forecast_point import Coverage, Point, StepsKept, is_judged
-from sonde.policy.stats.own_policy import Track, why_not_of_sampler, why_not_own
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_over
 from sonde.stats.intervals import LEVEL
 from sonde.wording import number, percent, plural
 
@@ -42,8 +42,8 @@ class PolicyAlerts:
         self._with_entropy = StepsKept()
         self._forecasts: deque[Point] = deque(maxlen=_IN_A_ROW)
         self._n_judged = self._n_held = 0
-        self._own_policy = Track(why_not_own)
-        self._sampler = Track(why_not_of_sampler)
+        self._own_policy: list[OwnPolicyTest] = []
+        self._sampler: list[SamplerTest] = []
 
     def add(self, point: Point) -> None:
         """Add the next point, in the order in which points were measured."""
@@ -51,8 +51,8 @@ class PolicyAlerts:
             self._with_entropy.add(point)
         if point.delta is not None:
             self._forecasts.append(point)
-        self._own_policy.add(point.own_policy)
-        self._sampler.add(point.sampler)
+        self._own_policy += [point.own_policy] if point.own_policy is not None else []
+        self._sampler += [point.sampler] if point.sampler is not None else []
         if is_judged(point):
             self._n_judged += 1
             self._n_held += point.held
@@ -81,9 +81,9 @@ class PolicyAlerts:
                 f"parameters of 16 bits round away {percent(away[-1])} of each step: keep them in 32 bits, and use "
                 "autocast or mixed precision for the arithmetic"
             )
-        if why := self._own_policy.why_not():
+        if why := why_not_over(self._own_policy):
             alerts["not_own_policy"] = why
-        if why := self._sampler.why_not():
+        if why := why_not_over(self._sampler):
             alerts["not_of_sampler"] = why
         so_far = Coverage.of(self._n_judged, self._n_held)
         fraction = so_far.fraction
