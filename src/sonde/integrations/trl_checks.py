@@ -74,12 +74,6 @@ def _check_probes(trainer: Any, config: ProbesConfig, wanted: Wanted) -> None:
             "coefficient_to_hold=True is about a bonus on all tokens, and with top_entropy_quantile below 1 TRL's "
             "bonus is on some of them: leave one of the two out"
         )
-    leaves_out = args.mask_truncated_completions and wanted.evaluation == "same"
-    if entropy.enabled and entropy.objective == "sequence" and leaves_out:
-        raise ValueError(
-            "objective='sequence' compares each response with others to its prompt, and mask_truncated_completions may "
-            "leave a prompt of the step with one response: pass evaluation='fresh', or objective='per_token'"
-        )
     unknown_weights = {
         "top_entropy_quantile": args.top_entropy_quantile < 1.0,
         "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
