@@ -62,7 +62,7 @@ class ProbesConfig:
         Args:
             model: to be measured.
             optimizer: its optimizer.
-            token_statistics: scores responses; by default those of a causal language model, at a probe's temperature.
+            token_statistics: scores responses; by default those of a causal language model.
             sampler: draws fresh responses for the entropy probe.
             grad_scaler: in use, as for `sonde.attach`.
             process_group: the ranks that hold different data; by default those of the model's wrapper.

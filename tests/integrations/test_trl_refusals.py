@@ -26,7 +26,6 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
             "at least 2 groups in a window, got 8 completions on each of 1 ranks in groups of 8: change per_device",
         ),
         ({}, {"config": {"gns_probe": {"enabled": True, "metric": "adam"}}}, "gns_probe: metric does nothing with TRL"),
-        ({}, {"config": {"entropy_probe": {"temperature": 3.0}}}, "entropy_probe: temperature does nothing"),
         ({}, {"config": {"entropy_probe": {"enabled": True, "update": "gradient"}}}, "is not TRL's step"),
         (
             {"top_entropy_quantile": 0.2},

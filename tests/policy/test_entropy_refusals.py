@@ -147,14 +147,6 @@ def forecast(E: dict[str, Any] | None = None, U: dict[str, Any] | None = None, *
         (lambda: EntropyChangeOptions(clip_at="2"), "clip_at must be above 1"),  # type: ignore[arg-type]
         (lambda: Scene().probe().forecast(rollouts(), gradient_scale=-1.0), "gradient_scale must not be negative"),
         (
-            lambda: forecast({"temperature": 0.7}, token_statistics=CausalLMStatistics(1.0)),
-            r"evaluation responses were sampled at temperature 0.7, and are scored at 1.0: leave the temperature",
-        ),
-        (
-            lambda: forecast(U={"temperature": 0.7}, token_statistics=CausalLMStatistics(1.0)),
-            "update responses were sampled at temperature 0.7",
-        ),
-        (
             lambda: forecast({"log_prob": torch.zeros(16, 6)}, {}, update="gradient"),
             "log_prob=, the sampler's own log-probabilities, and update='gradient' needs responses of the policy as it",
         ),

@@ -26,7 +26,6 @@ from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.records import LogOrPlaces, RunLog, log_of, logger
@@ -80,7 +79,7 @@ def attach(
 
     Args:
         trainer: the trainer, with any of its losses.
-        config: which probes, as for `probes_from_config`; the temperature is the trainer's.
+        config: which probes, as for `probes_from_config`.
         evaluation: "fresh" samples responses to prompts that the step does not learn from. "same" takes the responses
             that the step learns from: it needs no generation, but an update changes its own prompts more than others,
             so the forecast is biased.
@@ -138,7 +137,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._config, self._wanted, self._on_error = trainer, config, wanted, on_error
         self._hold = HoldEntropy() if wanted.coefficient_to_hold else None
         self._run_log, self._has_log = log, log.has_sinks
-        self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
+        self._statistics = FullPrecision()
         self._entropy: EntropyChangeProbe | None = None
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None

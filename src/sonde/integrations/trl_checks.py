@@ -43,15 +43,13 @@ def _check_used(config: ProbesConfig) -> None:
     """Refuse options that have no effect with TRL."""
     used = {
         "gns_probe": {"enabled", "log_every", "unit"},
-        "entropy_probe": vars(config.entropy_probe).keys() - {"temperature"},
         "policy_entropy_probe": {"enabled", "micro_batch_prompts"},
     }
     for probe, names in used.items():
         options = getattr(config, probe)
         idle = [n for n, v in vars(options).items() if n not in names and v != getattr(type(options)(), n)]
         if idle:
-            why = " (the temperature is the trainer's)" if idle[0] == "temperature" else ""
-            raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out{why}")
+            raise ValueError(f"{probe}: {idle[0]} does nothing with TRL: leave it out")
     if config.gns_probe.unit not in (type(config.gns_probe)().unit, "prompts"):
         raise ValueError(f"gns_probe: the unit is prompts with TRL, got {config.gns_probe.unit!r}: leave it out")
     others = ["prompt_noise_probe"] if config.prompt_noise_probe.enabled else list(config.own)

@@ -30,21 +30,13 @@ _MEANS_OVER_GENERATED = ("cispo", "dapo", "vespo")
 """Losses that divide by a part of the tokens that were generated together."""
 
 
-class FullPrecision:
-    """Scores without the autocast that accelerate puts around a model's forward: its rounding swallows differences.
-
-    Args:
-        statistics: the token statistics that score.
-    """
-
-    def __init__(self, statistics: CausalLMStatistics) -> None:
-        self.temperature = statistics.temperature
-        self._statistics = statistics
+class FullPrecision(CausalLMStatistics):
+    """Scores without the autocast that accelerate puts around a model's forward: its rounding swallows differences."""
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
         """The scores of `CausalLMStatistics`."""
         with without_autocast(model, rollouts.mask.device.type):
-            return self._statistics(model, rollouts)
+            return super().__call__(model, rollouts)
 
 
 class TrlRollouts:

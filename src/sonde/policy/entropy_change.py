@@ -520,14 +520,11 @@ class EntropyProbeConfig(EntropyChangeOptions):
         enabled: whether the probe is wanted.
         every: as in `EntropyChangeOptions`.
         budget: as in `EntropyChangeOptions`.
-        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
-            responses.
     """
 
     enabled: bool = False
     every: int = 10
     budget: float | None = 0.05
-    temperature: float | None = None
 
     def attach(self, partners: Partners) -> EntropyChangeProbe:
         """Make the probe, whose `step` a loop calls.
@@ -548,7 +545,7 @@ class EntropyProbeConfig(EntropyChangeOptions):
             partners.model,
             partners.optimizer,
             self,
-            token_statistics=as_statistics(partners.token_statistics, self.temperature),
+            token_statistics=as_statistics(partners.token_statistics),
             sampler=partners.sampler,
             grad_scaler=partners.grad_scaler,
             process_group=partners.process_group,

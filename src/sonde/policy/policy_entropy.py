@@ -70,8 +70,7 @@ class PolicyEntropyProbe:
         have the entropy on the evaluation responses.
 
         Raises:
-            ValueError: if this rank has no response, if the responses are scored at another temperature than they were
-                sampled at, or if the scores are not finite.
+            ValueError: if this rank has no response, or if the scores are not finite.
             RuntimeError: if another rank has raised an error.
         """
         with together(self._group):
@@ -105,19 +104,16 @@ class PolicyEntropyProbeConfig:
     Attributes:
         enabled: whether the probe is wanted.
         micro_batch_prompts: prompts scored at a time.
-        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
-            responses.
     """
 
     enabled: bool = False
     micro_batch_prompts: int = 8
-    temperature: float | None = None
 
     def attach(self, partners: Partners) -> PolicyEntropyProbe:
         """Make the probe."""
         return PolicyEntropyProbe(
             partners.model,
-            token_statistics=as_statistics(partners.token_statistics, self.temperature),
+            token_statistics=as_statistics(partners.token_statistics),
             micro_batch_prompts=self.micro_batch_prompts,
             process_group=partners.process_group,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -151,10 +150,9 @@ class PromptNoiseProbe:
         All completions of a prompt must be on one rank. Ranks of tensor parallelism get the same responses.
 
         Raises:
-            ValueError: without responses or advantages; if responses are scored at another temperature than they were
-                sampled at; if two ranks hold completions of one prompt; if ranks that work on the same responses were
-                given others; if two forwards of the model do not agree; under FSDP2, while gradients wait to be
-                reduced.
+            ValueError: without responses or advantages; if two ranks hold completions of one prompt; if ranks that work
+                on the same responses were given others; if two forwards of the model do not agree; under FSDP2, while
+                gradients wait to be reduced.
         """
         if self._ranks is None:
             self._ranks = prompt_ranks(self._model, self._process_group, self._mesh)
@@ -251,7 +249,7 @@ class PromptNoiseProbe:
 
         Raises:
             ValueError: when it is damaged, or of another version, of other parameters, or of another `weighs`
-                or temperature; nothing is changed then.
+                or token statistics; nothing is changed then.
         """
         contents = unsealed("prompt-noise probe state", state)
         check_identity(contents["what"], self._identity)
@@ -271,13 +269,10 @@ class PromptNoiseProbe:
 def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    temperature = getattr(statistics, "temperature", "not known")
-    if temperature is None:
-        temperature = "the responses' own"
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,
-        "temperature": float(temperature) if isinstance(temperature, Real) else str(temperature),
+        "token statistics": type(statistics).__name__,
         "parameters": parameters_digest(
             [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]
         ),
@@ -307,19 +302,16 @@ class PromptNoiseProbeConfig:
     Attributes:
         enabled: whether the probe is wanted.
         weighs: as for `PromptNoiseProbe`.
-        temperature: at which responses are scored, where `attach` is given no token statistics; None for that of the
-            responses.
     """
 
     enabled: bool = False
     weighs: Literal["completions", "tokens"] = "completions"
-    temperature: float | None = None
 
     def attach(self, partners: Partners) -> PromptNoiseProbe:
         """Make the probe."""
         return PromptNoiseProbe(
             partners.model,
-            token_statistics=as_statistics(partners.token_statistics, self.temperature),
+            token_statistics=as_statistics(partners.token_statistics),
             weighs=self.weighs,
             process_group=partners.process_group,
         )
