@@ -138,7 +138,8 @@ class HoldEntropy:
                 return unknown_coefficient(why, self._present)
         if not (slope := self._slope(0.0)):
             return unknown_coefficient(NO_SLOPE, self._present)
-        sizes = (self._trial_size(wanted, slope) for wanted in wanted_effects(step.change.delta, step.change.se))
+        effects = dict.fromkeys(wanted_effects(step.change.delta, step.change.se))  # often the same twice
+        sizes = (self._trial_size(wanted, slope) for wanted in effects)
         if (size := next(filter(None, sizes), None)) is None:
             return unknown_coefficient(OUT_OF_REACH, self._present)
         return coefficient_to_hold(step, self._trial(measurement, now, size), present=self._present)
