@@ -545,7 +545,7 @@ class EntropyProbeConfig(EntropyChangeOptions):
             partners.model,
             partners.optimizer,
             self,
-            token_statistics=as_statistics(partners.token_statistics),
+            token_statistics=partners.token_statistics,
             sampler=partners.sampler,
             grad_scaler=partners.grad_scaler,
             process_group=partners.process_group,

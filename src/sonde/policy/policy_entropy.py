@@ -113,7 +113,7 @@ class PolicyEntropyProbeConfig:
         """Make the probe."""
         return PolicyEntropyProbe(
             partners.model,
-            token_statistics=as_statistics(partners.token_statistics),
+            token_statistics=partners.token_statistics,
             micro_batch_prompts=self.micro_batch_prompts,
             process_group=partners.process_group,
         )

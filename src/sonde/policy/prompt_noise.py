@@ -311,7 +311,7 @@ class PromptNoiseProbeConfig:
         """Make the probe."""
         return PromptNoiseProbe(
             partners.model,
-            token_statistics=as_statistics(partners.token_statistics),
+            token_statistics=partners.token_statistics,
             weighs=self.weighs,
             process_group=partners.process_group,
         )
