@@ -24,7 +24,7 @@ import torch
 import sonde
 from benchmarks.tiny_policies import Markov, Recurrent, TinyPolicy, learn, sampled, statistics
 from sonde.policy.stats.entropy_course import entropy_course
-from sonde.policy.stats.forecast_point import Point, StepsKeeper, forecast_point
+from sonde.policy.stats.forecast_point import Point, StepsKept, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
 
 EVERY = 5
@@ -108,11 +108,11 @@ class Stated:
 
 def stated(run: Recorded) -> list[Stated]:
     """After each measurement of a run."""
-    found, keeper = [], StepsKeeper()
+    found, keeper = [], StepsKept()
     steps = [p.step for p in run.points]
     for i, point in enumerate(run.points):
         keeper.add(point)
-        pace = entropy_course(keeper.kept()).pace if i else None
+        pace = entropy_course(keeper.points).pace if i else None
         if pace is None:
             continue
         begin = steps.index(steps[i] - pace.n_steps)

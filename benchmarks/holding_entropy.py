@@ -143,7 +143,7 @@ class Dropping(TrainerCallback):  # type: ignore[misc]
         model.zero_grad()
         if parts:
             rows = update.rows(kept.nonzero()[:, 0])
-            s, _ = CausalLMStatistics(args.temperature)(model, rows)
+            s, _ = CausalLMStatistics()(model, rows)
             # The loss of dr_grpo, over the number of all completions.
             (-(rows.credit() * s).sum() / (len(update) * args.max_completion_length)).backward()
         for parameter in model.parameters():

@@ -20,7 +20,7 @@ from sonde.gradient_norm.two_steps import clip_grads_with_norm_, get_total_norm
 from sonde.log.sinks import JsonlSink
 from sonde.log.trackers import FunctionSink, MlflowSink, TensorBoardSink, TrackioSink, WandbSink
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.log import PolicyLog
 from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe, PromptNoiseReading
@@ -52,7 +52,6 @@ __all__ = [
     "FunctionSink",
     "GroupReading",
     "JsonlSink",
-    "MeanGradients",
     "Measurement",
     "Metric",
     "MlflowSink",

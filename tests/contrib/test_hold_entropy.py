@@ -141,7 +141,7 @@ def test_a_trial_has_the_wanted_effect(monkeypatch: pytest.MonkeyPatch, case: st
 
     def noted(bonus: HoldEntropy, wanted: float, slope: float) -> float | None:
         size = trial_size(bonus, wanted, slope)
-        tried.append((wanted, size * bonus._slopes(size)[0], size * slope))
+        tried.append((wanted, size * bonus._slope(size), size * slope))
         return size
 
     monkeypatch.setattr(HoldEntropy, "_trial_size", noted)
@@ -174,12 +174,11 @@ def test_maximized_losses_have_their_bonus_added() -> None:
     assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_around_a_real_step_it_is_the_same_and_nothing_changes(offload: bool) -> None:
+def test_around_a_real_step_it_is_the_same_and_nothing_changes() -> None:
     forecast, taken = Scene(), Scene()
-    probe = forecast.probe(beside=HoldEntropy(entropy_coefficient=0.01, offload=offload))
+    probe = forecast.probe(beside=HoldEntropy(entropy_coefficient=0.01))
     expected = probe.forecast(forecast.E).coefficient_to_hold
-    watched = taken.probe(beside=HoldEntropy(entropy_coefficient=0.01, offload=offload))
+    watched = taken.probe(beside=HoldEntropy(entropy_coefficient=0.01))
     rng = torch.get_rng_state()
     with watched.around_step(taken.E) as around:
         taken.optimizer.step()
@@ -191,32 +190,6 @@ def test_around_a_real_step_it_is_the_same_and_nothing_changes(offload: bool) ->
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("mean", [3.0, -4.0])
-def test_each_direction_has_its_own_limit(monkeypatch: pytest.MonkeyPatch, mean: float) -> None:
-    """Where the gradients' mean goes one way, Adam's elements can be moved further the other way."""
-    scene = Scene("adamw", lr=1e-3)
-    scene.E = drawn(scene.model, 0, 200, seed=1)
-    for p in scene.model.parameters():
-        scene.optimizer.state[p]["exp_avg"].mul_(mean)
-    tried: list[float] = []
-    trial_size = HoldEntropy._trial_size
-
-    def noted(bonus: HoldEntropy, wanted: float, slope: float) -> float | None:
-        tried.append(wanted)
-        return trial_size(bonus, wanted, slope)
-
-    monkeypatch.setattr(HoldEntropy, "_trial_size", noted)
-    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
-    bonus = mean_entropy_gradient(scene)
-    fall, rise = (abs(float(bonus @ answer(scene, bonus, "adamw", size))) * 1e9 for size in (-1e9, 1e9))
-    assert max(fall / rise, rise / fall) > 1.9
-    low, high = hold.reachable
-    assert (hold.delta - low, high - hold.delta) == pytest.approx((fall, rise), rel=0.05)
-    assert min(fall, rise) < abs(hold.delta) < 0.6 * max(fall, rise)  # one way could not undo it
-    assert tried == [-hold.delta]
-    assert (hold.for_change(0.0), hold.value < 0.0) == (hold.value, hold.delta > 0.0)
-
-
 def test_what_no_bonus_undoes_has_no_coefficient() -> None:
     """Of a step by a momentum that is far larger than what Adam's elements move by in the long run."""
     scene = Scene("adamw", lr=1e-3)
@@ -224,19 +197,6 @@ def test_what_no_bonus_undoes_has_no_coefficient() -> None:
         scene.optimizer.state[p]["exp_avg"].mul_(300.0)
     hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
     assert (hold.status, hold.reason[:29]) == ("unresolved", "no bonus undoes this change: ")
-
-
-def test_a_bonus_that_is_all_noise_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an endless bonus has an effect by its own noise alone, no trial has it."""
-    scene = Scene("adamw", lr=1e-3)
-    slopes = HoldEntropy._slopes
-
-    def noise(bonus: HoldEntropy, size: float) -> tuple[float, float]:
-        return (0.0, 1.0) if abs(size) == float("inf") else (1e-30 / (abs(size) or 1.0), slopes(bonus, size)[1])
-
-    monkeypatch.setattr(HoldEntropy, "_slopes", noise)
-    hold = scene.probe(beside=HoldEntropy()).forecast(scene.E).coefficient_to_hold
-    assert (hold.value, hold.reason[:47]) == (None, "the bonus's effect cannot yet be distinguished ")
 
 
 def test_parameters_that_are_unfrozen_later_lack_momentum_alone() -> None:
@@ -262,20 +222,10 @@ def test_a_first_step_lacks_the_momentum_of_later_ones() -> None:
     assert not scene.optimizer.state  # a checkpoint that is loaded now has its momentum restored only if this is empty
 
 
-def test_no_coefficient_makes_a_change_beyond_adams_largest_steps() -> None:
+def test_a_change_that_is_no_number_is_refused() -> None:
     hold = Scene("adamw", lr=1e-3).probe(beside=HoldEntropy()).forecast(drawn(policy(), 0, 200, seed=1))
-    hold = hold.coefficient_to_hold
-    assert hold.value is not None
-    low, high = hold.reachable
-    assert low < min(hold.delta, 0.0) < max(hold.delta, 0.0) < high
-    for nats in (0.9 * low, 0.9 * high):
-        assert hold.for_change(nats) == pytest.approx(hold.value + nats / hold.change_per_unit)
-    for nats in (1.1 * low, 1.1 * high):
-        assert hold.for_change(nats) is None
     with pytest.raises(ValueError, match="must be a finite number of nats, got nan"):
-        hold.for_change(float("nan"))
-    plain = Scene("sgd").probe(beside=HoldEntropy()).forecast(drawn(policy(), 0, 200, seed=1))
-    assert plain.coefficient_to_hold.reachable is None
+        hold.coefficient_to_hold.for_change(float("nan"))
 
 
 def test_three_prompts_are_too_few() -> None:
@@ -293,7 +243,7 @@ def test_a_trial_that_16_bits_round_away(precision: str) -> None:
     """Scored as the model computes, parameters of 16 bits do not hold it."""
     scene = Scene("sgd", lr=1e-3, dtype=torch.bfloat16)
     hold = scene.probe(beside=HoldEntropy(), precision=precision).forecast(scene.E).coefficient_to_hold
-    is_lost = "% of the trial with a bonus are rounded away by parameters of 16 bits: use precision=" in hold.reason
+    is_lost = "parameters of 16 bits round a trial with a bonus away: use precision=" in hold.reason
     assert is_lost == (precision == "model"), hold
 
 

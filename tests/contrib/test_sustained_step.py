@@ -103,17 +103,6 @@ def test_the_derivative_is_that_of_the_step(options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"eps": 0.1}], ids=str)
-def test_a_larger_bonus_moves_no_farther_than_the_farthest(options: dict[str, Any]) -> None:
-    optimizer, p, _ = trained(torch.optim.Adam, options, steps=50, bonus_from=None, last=10)
-    step = SustainedStep(optimizer, [p], gradient_scale=1.0, applied_scale=1.0)
-    bonus = {p: BONUS[:, None].expand_as(p)}
-    torch.testing.assert_close(step.farthest(bonus)[p], step(bonus, 1e9)[p], rtol=1e-4, atol=0.0)
-    assert step.farthest({p: torch.zeros_like(p)})[p].abs().max() == 0.0
-    plain, q, _ = trained(torch.optim.SGD, {}, steps=5, bonus_from=None, last=2)
-    assert SustainedStep(plain, [q], gradient_scale=1.0, applied_scale=1.0).farthest({q: bonus[p]}) is None
-
-
 def test_elements_that_no_gradient_has_reached_do_not_move() -> None:
     """As rows of an embedding whose tokens no batch has had: 1/(√v̂ + ε) is 1e8 there."""
     p = nn.Parameter(torch.zeros(3))

@@ -49,11 +49,6 @@ from tests.integrations.grpo_trainer import trainer_of  # noqa: E402
         ),
         ({}, {"evaluation": "other"}, "evaluation must be 'fresh' or 'same'"),
         ({}, {"evaluation_prompts": 1}, "multiple of the 1 ranks and at least 2 for each, got 1: pass 2"),
-        (
-            {"mask_truncated_completions": True},
-            {"options": EntropyChangeOptions(objective="sequence"), "evaluation": "same"},
-            "may leave a prompt of the step with one response: pass evaluation='fresh'",
-        ),
     ],
 )
 def test_bad_input(tmp_path: Path, options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:

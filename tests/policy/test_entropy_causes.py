@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sonde.policy.stats.attribution import doubt_of_parts
+from sonde.policy.stats.attribution import Cause, Causes
 from tests.policy.entropy_scene import N_U, Scene
 from tests.small_policy import STATISTICS, drawn, loss, policy
 
@@ -157,10 +157,15 @@ def test_a_maximized_loss_has_the_same_parts(kind: str) -> None:
     assert [c.change for c in found.prompts] == pytest.approx([c.change for c in expected.prompts], rel=1e-5)
 
 
+def doubt(batch: float, explained: float | None, *parts: float, cosine: float | None = None) -> str:
+    prompts = tuple(Cause(n, part, part, 0.0) for n, part in enumerate(parts))
+    return Causes(None, batch, 0.0, prompts, explained, cosine).doubt
+
+
 def test_parts_that_cancel_may_miss_a_small_sum() -> None:
-    assert doubt_of_parts(1e-4, -6.0, [0.01, -0.0101, 0.02, -0.0205]) == ""
-    assert "add up to -6.0e-04 nats, and the batch's part is +1.0e-04" in doubt_of_parts(1e-4, -6.0, [-3e-4, -3e-4])
-    assert doubt_of_parts(1e-4, 0.6, [3e-5, 3e-5]) == ""  # as with clipped ratios
-    assert doubt_of_parts(1e-4, 1.0, [1e-4], cosine=0.9) == ""
-    assert "cosine 0.80" in doubt_of_parts(1e-4, 1.0, [1e-4], cosine=0.8)
-    assert doubt_of_parts(None, None, []) == doubt_of_parts(0.0, None, [1.0]) == ""
+    assert doubt(1e-4, -6.0, 0.01, -0.0101, 0.02, -0.0205) == ""
+    assert "add up to -6.0e-04 nats, and the batch's part is +1.0e-04" in doubt(1e-4, -6.0, -3e-4, -3e-4)
+    assert doubt(1e-4, 0.6, 3e-5, 3e-5) == ""  # as with clipped ratios
+    assert doubt(1e-4, 1.0, 1e-4, cosine=0.9) == ""
+    assert "cosine 0.80" in doubt(1e-4, 1.0, 1e-4, cosine=0.8)
+    assert doubt(0.0, None, 1.0) == ""

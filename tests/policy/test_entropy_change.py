@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from sonde.policy.scoring.rollouts import Rollouts
 from tests.policy.entropy_scene import N_E, Scene
-from tests.small_policy import STATISTICS, drawn, policy, sample
+from tests.small_policy import drawn, policy, sample
 
 
 @pytest.mark.parametrize("objective", ["per_token", "sequence"])
@@ -22,7 +21,7 @@ def test_fresh_rollouts_agree_within_their_errors(objective: str) -> None:
     probe = scene.probe(
         objective=objective, micro_batch_prompts=50, sampler=lambda m: sample(m, list(range(150)), n_each=16)
     )
-    forecast = probe.measure(E)
+    forecast = probe.forecast(E, rollouts=True)
     assert forecast.rollouts is not None
     assert forecast.rollouts.se > 0
     error = math.hypot(forecast.se, forecast.rollouts.se)
@@ -75,7 +74,7 @@ def one_each(scene: Scene) -> Rollouts:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, *({"objective": "sequence", "sequence_weights": w} for w in ("one", "length", "longest"))]
+    "options", [{}, *({"objective": "sequence", "sequence_weights": w} for w in ("one", "length"))]
 )
 def test_one_response_to_each_prompt_is_enough_for_a_finite_step(options: dict[str, Any]) -> None:
     scene = Scene()
@@ -90,20 +89,6 @@ def test_derivatives_need_two_responses_only_where_weights_depend_on_them() -> N
     assert scene.probe().forecast(one_each(scene), causes=True).first_order.se is not None
     with pytest.raises(ValueError, match="leave-one-out needs at least 2 responses to every prompt"):
         scene.probe(objective="sequence", sequence_weights="length").forecast(one_each(scene), causes=True)
-
-
-def test_the_growth_of_the_peak_memory_counts_from_the_first_forward_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of the first check, which reach the peak. Here the peak is the number of forwards."""
-    n_forwards = 0
-
-    def statistics(model: nn.Module, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        nonlocal n_forwards
-        n_forwards += 1
-        return STATISTICS(model, rollouts)
-
-    monkeypatch.setattr("sonde.policy.entropy_measurement._peak_bytes", lambda device: n_forwards)
-    scene = Scene()
-    assert scene.probe(token_statistics=statistics).forecast(scene.E).peak_bytes == n_forwards
 
 
 def test_a_mask_that_is_not_that_of_the_sampled_tokens_causes_a_warning() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.entropy_options import MeanGradients
 from sonde.policy.stats.entropy_gradient import Coefficients
 from tests.policy.entropy_scene import N_E, N_U, Scene, coefficients, gradient_per_prompt
 
@@ -87,21 +85,3 @@ def test_rows_whose_second_moment_is_0_do_not_blow_up_the_forecast(row_of_update
     assert forecast.delta == pytest.approx(1e-3 * float(along_y.mean()), abs=2e-2 * se)
     assert forecast.se == pytest.approx(se, rel=2e-2)
     assert forecast.is_valid, forecast.reason
-
-
-@pytest.mark.parametrize(
-    ("options", "rel"),
-    [
-        ({"offload": True}, 1e-6),
-        ({"buffer_dtype": "fp32"}, 1e-12),
-        ({"buffer_dtype": torch.float64}, 1e-4),
-        ({"buffer_dtype": torch.bfloat16}, 0.1),  # 8 bits
-        ({"buffer_dtype": torch.float16}, 0.02),  # 11 bits, and no value is too small for fp16
-    ],
-)
-def test_options_of_the_sums_change_only_the_rounding(options: dict[str, Any], rel: float) -> None:
-    scene = Scene("sgd")
-    plain = scene.probe(update="gradient").forecast(scene.E, scene.U)
-    forecast = scene.probe(update=MeanGradients(**options)).forecast(scene.E, scene.U)
-    assert forecast.delta == pytest.approx(plain.delta, rel=rel)
-    assert forecast.se == pytest.approx(plain.se, rel=rel)

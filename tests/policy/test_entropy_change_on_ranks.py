@@ -46,7 +46,7 @@ def own_prompts(rollouts: Rollouts, n_first: int) -> Rollouts:
 
 def bare(forecast: EntropyForecast) -> dict[str, Any]:
     """A forecast without the numbers that a clock or the system gives."""
-    return {k: v for k, v in dataclasses.asdict(forecast).items() if k not in ("seconds", "peak_bytes")}
+    return {k: v for k, v in dataclasses.asdict(forecast).items() if k != "seconds"}
 
 
 def trained(kind: str) -> tuple[SmallPolicy, torch.optim.Optimizer]:
@@ -96,7 +96,7 @@ def on_rank(how: str, update: str, kind: str) -> tuple[dict[str, Any], bool]:
     )
     options = {"causes": True} if update == "step" else {}
     if how == "DDP":
-        forecast = probe.measure(own_prompts(E, 8), own_prompts(U, N_U // 2), **options)
+        forecast = probe.forecast(own_prompts(E, 8), own_prompts(U, N_U // 2), rollouts=True, **options)
     else:  # this sampler does not run in step on all ranks, as a sharded model needs
         forecast = probe.forecast(own_prompts(E, 8), own_prompts(U, N_U // 2), **options)
     return bare(forecast), all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))

@@ -41,7 +41,7 @@ def test_nothing_changes_wherever_it_fails(update: str) -> None:
         )
         error: BaseException | None = None
         try:
-            probe.measure(scene.E, scene.U, causes=update == "step")
+            probe.forecast(scene.E, scene.U, causes=update == "step", rollouts=True)
         except RuntimeError as raised:
             error = raised
         assert_untouched(scene, before)
@@ -55,7 +55,7 @@ def test_nothing_changes_wherever_it_fails(update: str) -> None:
         raise RuntimeError("no sample")
 
     with pytest.raises(RuntimeError, match="no sample"):
-        scene.probe(sampler=failing_sampler, **options).measure(scene.E, scene.U)
+        scene.probe(sampler=failing_sampler, **options).forecast(scene.E, scene.U, rollouts=True)
     assert_untouched(scene, before)
 
 
@@ -97,7 +97,7 @@ def test_a_sampler_may_leave_the_model_in_training_mode(leaves_training: bool) -
     plain, scene = Scene(), Scene()
     scene.model.dropout.p = 0.3
     expected = plain.probe().forecast(plain.E)
-    forecast = scene.probe(sampler=sampler).measure(scene.E)
+    forecast = scene.probe(sampler=sampler).forecast(scene.E, rollouts=True)
     assert (forecast.delta, forecast.fixed_prefixes) == (expected.delta, expected.fixed_prefixes)
 
 

@@ -27,11 +27,6 @@ from tests.policy.entropy_scene import (
 from tests.small_policy import LONGEST, STATISTICS, real_step
 
 
-def constant(mask: Tensor, prompt: Tensor) -> Tensor:
-    """One over the longest response that there can be."""
-    return torch.full(mask.shape, 1 / LONGEST)
-
-
 @dataclass(frozen=True)
 class Cell:
     """A forecast.
@@ -68,7 +63,7 @@ class Cell:
         return self.kind != "rmsprop" and self.way != "around, no optimizer" and not self.is_stale
 
 
-ENTROPIES = [("per_token", "one"), *(("sequence", w) for w in ("one", "length", "longest", constant))]
+ENTROPIES = [("per_token", "one"), *(("sequence", w) for w in ("one", "length"))]
 CELLS = [
     *(Cell(kind, *entropy) for kind in ("adamw", "momentum") for entropy in ENTROPIES),
     *(Cell("sgd", *entropy, dtype=torch.float64) for entropy in ENTROPIES),
@@ -133,11 +128,8 @@ def _scale(scene: Scene, factor: float) -> None:
 
 def weights_of(cell: Cell, log_ratio: Tensor, prompt: Tensor) -> Tensor:
     """The weight of each token of each response, column by column as it is added up; clipped."""
-    if cell.weights in ("length", "longest"):
-        whole = log_ratio.sum(1)
-        if cell.weights == "longest":
-            whole = torch.stack([whole[prompt == p].sum() for p in prompt])
-        rho = whole.exp()[:, None].repeat(1, log_ratio.shape[1])
+    if cell.weights == "length":
+        rho = log_ratio.sum(1).exp()[:, None].repeat(1, log_ratio.shape[1])
     else:
         rho = torch.cat([torch.zeros(len(prompt), 1), log_ratio.cumsum(1)[:, :-1]], 1).double().exp()
     if cell.clip_at is not None:  # the groups of all prompts are equally large
@@ -154,19 +146,17 @@ def sums(made: Made, cell: Cell, model: nn.Module, reference: Tensor) -> list[tu
     rho, found = weights_of(cell, torch.where(E.mask, s - reference, 0.0), E.prompt), []
     for p in E.prompt.unique():
         rows = (E.prompt == p).nonzero()[:, 0].tolist()
-        longest = max(int(E.mask[i].sum()) for i in rows)
         value, weight = torch.zeros(LONGEST, dtype=torch.float64), torch.zeros(LONGEST, dtype=torch.float64)
         for i in rows:
             n = int(E.mask[i].sum())
             for k in range(LONGEST):
-                w = {"one": 1.0, "length": 1 / n, "longest": 1 / longest}.get(cell.weights, 1 / LONGEST)
-                term = -s[i, k] if cell.weights in ("length", "longest") else h[i, k]
+                w, term = (1.0, h[i, k]) if cell.weights == "one" else (1 / n, -s[i, k])
                 value[k] += rho[i, k] * (1.0 if cell.objective == "per_token" else w) * term / len(rows)
                 is_counted = k < n or cell.objective == "sequence"
                 weight[k] += rho[i, k] * is_counted / len(rows)
         if cell.objective == "per_token":
             value, weight = value.sum()[None], weight.sum()[None]
-        if cell.weights in ("length", "longest"):
+        if cell.weights == "length":
             value, weight = value.sum()[None], weight[:1]
         found.append((value, weight))
     return found

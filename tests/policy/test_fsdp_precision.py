@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import sonde
 from sonde.contrib.hold_entropy import HoldEntropy
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.precision import gathered_in_float32, gathers_narrow
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import STATISTICS, drawn, loss, policy
@@ -70,7 +70,7 @@ def test_training_in_mixed_precision_goes_on_bit_for_bit(ranks2: Ranks) -> None:
 def steps_below_the_spacing(on_ranks: bool) -> list[tuple[float, ...]]:
     """Of bf16 parameters: along a gradient, and with a bonus; on two ranks of FSDP2 or in one process."""
     found = []
-    for update, beside in ((MeanGradients(step_size=1e-5), None), ("step", HoldEntropy())):
+    for update, beside in (("gradient", None), ("step", HoldEntropy())):
         own = policy(dtype=torch.bfloat16)
         E, U = drawn(policy(), 0, 16, seed=1), drawn(policy(), 1000, 8, seed=2)
         model: Any = own
@@ -82,7 +82,7 @@ def steps_below_the_spacing(on_ranks: bool) -> list[tuple[float, ...]]:
             E, U = E.rows(torch.arange(32) + 32 * rank), U.rows(torch.arange(16) + 16 * rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         loss(model, U).backward()
-        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update=update), beside=beside)  # type: ignore[arg-type]
+        probe = EntropyChangeProbe(model, optimizer, EntropyChangeOptions(update=update, step_size=1e-5), beside=beside)  # type: ignore[arg-type]
         forecast = probe.forecast(E, U)
         if forecast.coefficient_to_hold is not None:
             found.append((forecast.coefficient_to_hold.change_per_unit,))

@@ -154,10 +154,10 @@ def exact_first_order(model: Any, E: Rollouts, step: dict[str, Tensor]) -> float
     """The derivative along the step, in float64."""
     base = scored(model, E)
     scorer = Scorer(model, CausalLMStatistics(), 4, None)
-    measurement = EntropyMeasurement(EntropyChangeOptions(), scorer, base, None, Cost(torch.device("cpu")))
+    measurement = EntropyMeasurement(EntropyChangeOptions(), scorer, base, None, Cost())
     named = dict(model.named_parameters())
     direction: Direction = {named[name]: delta.double() for name, delta in step.items()}
-    return float(measurement.along_step(direction).change.delta)
+    return float(measurement.along_step(direction).bars_dot)
 
 
 def measured(cell: Cell, rank: int = 0, n_ranks: int = 1) -> dict[str, Any]:

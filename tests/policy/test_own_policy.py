@@ -83,7 +83,7 @@ def reported(how: str, seed: int) -> Rollouts:
     """Responses of the older policy, with its log-probabilities or with wrong ones."""
     made = drawn(OLDER, 0, 32, seed=seed)
     with torch.no_grad():
-        cold = CausalLMStatistics(0.7)(OLDER, made)[0]
+        cold = CausalLMStatistics()(OLDER, dataclasses.replace(made, temperature=0.7))[0]
         q = STATISTICS(OLDER, made)[0]
     wrong = {"right": q, "cold": cold, "constant": torch.full_like(q, -1.0)}
     wrong["shifted"] = torch.cat([q[:, :1], q[:, :-1]], 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sonde.policy.entropy_change import EntropyChangeProbe
-from sonde.policy.entropy_options import EntropyChangeOptions, MeanGradients
+from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.scoring.precision import in_float32
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.stats.forecast_point import forecast_point
@@ -171,13 +171,13 @@ def test_a_step_that_is_rounded_away_as_a_whole_has_a_reason() -> None:
 
 def test_a_step_that_no_optimizer_takes_is_not_rounded() -> None:
     """η times the mean gradient, far below the spacing of bf16: what the parameters do not hold is added."""
-    probe, _, E, U = scene(policy(dtype=torch.bfloat16), update=MeanGradients(step_size=1e-6))
-    probe_32, _, _, _ = scene(policy(dtype=torch.bfloat16).float(), update=MeanGradients(step_size=1e-6))
+    probe, _, E, U = scene(policy(dtype=torch.bfloat16), update="gradient", step_size=1e-6)
+    probe_32, _, _, _ = scene(policy(dtype=torch.bfloat16).float(), update="gradient", step_size=1e-6)
     forecast, exact = probe.forecast(E, U), probe_32.forecast(E, U)
     assert forecast.finite_step.delta == pytest.approx(exact.finite_step.delta, abs=0.02 * exact.se)
     assert abs(exact.delta) > 0.2 * exact.se
     assert forecast.rounded_away == 0.0
     # As the model computes, nothing adds what the parameters do not hold.
-    probe, _, E, U = scene(policy(dtype=torch.bfloat16), update=MeanGradients(step_size=1e-6), precision="model")
+    probe, _, E, U = scene(policy(dtype=torch.bfloat16), update="gradient", step_size=1e-6, precision="model")
     with pytest.raises(ValueError, match=r"derivatives need scores in 32 bits, got parameters of torch\.bfloat16"):
         probe.forecast(E, U)

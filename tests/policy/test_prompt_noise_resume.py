@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sonde
 from sonde import PromptNoiseProbe, PromptNoiseReading
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.stats.sealed_state import VERSION, unsealed
 from tests.ranks import Ranks, mesh_of
 from tests.small_policy import drawn, policy
@@ -161,18 +160,14 @@ def others() -> dict[str, tuple[PromptNoiseProbe, str]]:
             probe_of(policy(), weighs="tokens"),
             "with weighs 'completions', but this probe has weighs 'tokens'",
         ),
-        "temperature": (
-            probe_of(policy(), token_statistics=CausalLMStatistics(0.7)),
-            'with temperature "the responses\' own", but this probe has temperature 0.7',
-        ),
         "statistics": (
             probe_of(policy(), token_statistics=lambda model, rollouts: (torch.empty(0), torch.empty(0))),
-            "with temperature \"the responses' own\", but this probe has temperature 'not known'",
+            "with token statistics 'CausalLMStatistics', but this probe has token statistics 'function'",
         ),
     }
 
 
-@pytest.mark.parametrize("name", ["model", "frozen", "weighs", "temperature", "statistics"])
+@pytest.mark.parametrize("name", ["model", "frozen", "weighs", "statistics"])
 def test_the_state_of_another_measurement_is_refused(half: dict[str, Any], name: str) -> None:
     probe, message = others()[name]
     before = probe.state_dict()
@@ -204,4 +199,4 @@ def test_contents_with_other_keys_have_another_version(half: dict[str, Any]) -> 
     averages = contents["averages"]
     names = [list(each) for each in (contents, contents["what"], averages, averages["windows"])]
     of_contents = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-    assert (VERSION, of_contents) == (13, "d944fedd"), "raise VERSION: states with other keys must be refused"
+    assert (VERSION, of_contents) == (14, "22e11818"), "raise VERSION: states with other keys must be refused"

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import FiniteStep, WeightedSums, jackknife_covariance
+from sonde.policy.stats.entropy_gradient import Responses, WeightedSums
+from sonde.policy.stats.importance import FiniteStep, jackknife_covariance
 from sonde.stats.intervals import RatioInterval, Status, signed_ratio_interval
 from sonde.wording import number
 
@@ -42,9 +42,6 @@ NO_MOMENTUM = (
 OUT_OF_REACH = (
     "no bonus undoes this change: each element of Adam's has a largest step, and together they move the entropy by less"
 )
-_REACHED, _REACHED_BY_NOISE = 0.9, 0.3
-"""Parts of the effect of an endless bonus that a trial has at most: to undo the change, and to be seen above the
-scatter."""
 _LEAST_TRIAL = 1e-5
 """Nats. A step may change nothing, as that of a window whose rewards are all equal; a trial must change something."""
 _NO_TRIAL = "the trial with a bonus gives scores that are not finite"
@@ -71,8 +68,6 @@ class CoefficientToHold:
         change_per_unit: S, the change by a step for each unit of the coefficient, in nats, once the bonus has acted for
             as long as the optimizer remembers; None if unknown.
         change_per_unit_se: its standard error; None if unknown.
-        reachable: about the lowest and the highest change by a step with any coefficient, in nats: elements of Adam's
-            have a largest step. None without a limit, or if unknown.
     """
 
     value: float | None
@@ -84,7 +79,6 @@ class CoefficientToHold:
     delta: float | None = None
     change_per_unit: float | None = None
     change_per_unit_se: float | None = None
-    reachable: tuple[float, float] | None = None
 
     def for_change(self, nats: float) -> float | None:
         """The coefficient with which the entropy would change by so many nats a step.
@@ -92,7 +86,7 @@ class CoefficientToHold:
         It is the same line through the trial: good for changes of about the size of `delta`.
 
         Returns:
-            None unless resolved; and for a change that no coefficient makes.
+            None unless resolved.
 
         Raises:
             ValueError: for a number that is not finite.
@@ -105,8 +99,6 @@ class CoefficientToHold:
         if not math.isfinite(nats):
             raise ValueError(f"the change must be a finite number of nats, got {nats!r}")
         if self.value is None or not self.change_per_unit:
-            return None
-        if self.reachable is not None and not self.reachable[0] <= nats <= self.reachable[1]:
             return None
         return self.value + nats / self.change_per_unit
 
@@ -138,25 +130,25 @@ class Trial:
             finite.
         without_each: how much ∇R·D changes if a prompt is left out of the D, [prompts]: the jackknife's part of S from
             the scatter of the bonus's own gradient.
-        reachable: as in `CoefficientToHold`.
     """
 
     size: float
     change: FiniteStep | None
     without_each: Tensor
-    reachable: tuple[float, float] | None = None
 
 
-def wanted_effect(delta: float, se: float | None, *, most: float = math.inf) -> float:
-    """By how much a trial is to move the entropy, in nats: about as much as the step, and seen above the scatter.
+def wanted_effects(delta: float, se: float | None) -> tuple[float, float]:
+    """By how much a trial is to move the entropy, in nats: as much as the step, against it, and seen above the scatter.
 
     Args:
         delta: the change by the step, in nats.
         se: its standard error.
-        most: the largest effect that a bonus can have, in nats.
+
+    Returns:
+        The effect, and the least one that would do: a bonus may have no larger one.
     """
-    seen = min(max(2.0 * (se or 0.0), _LEAST_TRIAL), _REACHED_BY_NOISE * most)
-    return max(min(abs(delta), _REACHED * most), seen)
+    least, sign = max(abs(delta), _LEAST_TRIAL), -1.0 if delta > 0 else 1.0
+    return sign * max(least, 2.0 * (se or 0.0)), sign * least
 
 
 def without_each_prompt(d_entropy: Sequence[Tensor], halves: Sequence[Tensor], responses: Responses) -> Tensor:
@@ -179,7 +171,7 @@ def without_each_prompt(d_entropy: Sequence[Tensor], halves: Sequence[Tensor], r
         sums = WeightedSums(change[own][:, None], length[own][:, None])
         # Each half's product counts by its share of the prompts: that of the half which is evaluated, the other one.
         others = 1.0 - float(own.sum()) / responses.n_prompts
-        shifts[own] = others * (sums.ratios_without_each() - sums.ratios())[:, 0]
+        shifts[own] = others * (sums.without_each() - float(sums.ratios()))
     return shifts
 
 
@@ -225,7 +217,6 @@ def coefficient_to_hold(step: FiniteStep, trial: Trial, *, present: float) -> Co
         delta,
         slope,
         math.sqrt(var_slope),
-        trial.reachable,
     )
 
 

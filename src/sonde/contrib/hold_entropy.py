@@ -16,13 +16,12 @@ from sonde.contrib.coefficient_to_hold import (
     NO_MOMENTUM,
     NO_SLOPE,
     OUT_OF_REACH,
-    SLOPE_UNKNOWN,
     TOO_FEW,
     CoefficientToHold,
     Trial,
     coefficient_to_hold,
     unknown_coefficient,
-    wanted_effect,
+    wanted_effects,
     without_each_prompt,
 )
 from sonde.contrib.sustained_step import SustainedStep
@@ -31,33 +30,28 @@ from sonde.policy.entropy_checks import as_factor
 from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.policy_step import PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, dot, taken, why_no_forecast
+from sonde.policy.scoring.precision import narrow_parameter
 from sonde.policy.scoring.scorer import Scored
 from sonde.policy.stats.entropy_gradient import Coefficients, on_same_prefixes_coefficients
 from sonde.policy.stats.importance import FiniteStep
-from sonde.wording import percent
 
 _TRIALS = 60
 """How often the size of the trial is corrected at most: Adam's answer is not in proportion to a bonus."""
 _OFF_AT_MOST = 0.1
 """Part by which a trial's effect may miss the wanted one."""
-_ROUNDED_AWAY = 0.1
-_ROUNDED = (
-    "of the trial with a bonus are rounded away by parameters of 16 bits: use precision='float32', or train "
-    "parameters in fp32"
-)
+_ROUNDED = "parameters of 16 bits round a trial with a bonus away: use precision='float32', or train parameters in fp32"
 
 
 class HoldEntropy:
     """Says with which coefficient of an entropy bonus the entropy would not change: `forecast.coefficient_to_hold`.
 
-    It takes two backwards of E and four forwards beyond the forecast's two, and holds four vectors of the size of the
-    parameters meanwhile, and two more with Adam.
+    It takes two backwards of E and four forwards beyond the forecast's two, and holds six vectors of the size of the
+    parameters meanwhile.
 
     Args:
         entropy_coefficient: that of the bonus which the loss has now. Set the attribute when it changes.
         applied_scale: factor of the loss's gradient that `.grad` holds already, such as the coefficient of a clip that
             came first. Leave out the scale of a GradScaler that the probe has. Set the attribute when it changes.
-        offload: keep four of the vectors on the CPU while they are not needed.
 
     Example:
         >>> hold = HoldEntropy(entropy_coefficient=0.01)
@@ -66,10 +60,8 @@ class HoldEntropy:
         ...     print(probe.forecast(evaluation).coefficient_to_hold)
     """
 
-    def __init__(
-        self, *, entropy_coefficient: float = 0.0, applied_scale: float | Tensor = 1.0, offload: bool = False
-    ) -> None:
-        self.entropy_coefficient, self.applied_scale, self._offload = entropy_coefficient, applied_scale, offload
+    def __init__(self, *, entropy_coefficient: float = 0.0, applied_scale: float | Tensor = 1.0) -> None:
+        self.entropy_coefficient, self.applied_scale = entropy_coefficient, applied_scale
         self._numbers(1.0)
 
     def check(self, optimizer: Any) -> None:
@@ -94,8 +86,9 @@ class HoldEntropy:
         """Take the gradients that are needed; see `Beside`."""
         self._present, applied = self._numbers(step.loss_scale)
         base = measurement.base
-        self._model, self._rounded_away = step.model, 0.0
-        self._halves = base.responses.halves()
+        self._model, self._halves = step.model, base.responses.halves()
+        if not measurement.scorer.adds_residuals and narrow_parameter(step.model) is not None:
+            why_not = _ROUNDED
         if base.responses.n_prompts < FEWEST_PROMPTS:
             why_not = f"{TOO_FEW}, got {base.responses.n_prompts}"
         self._why_not = why_not
@@ -105,11 +98,8 @@ class HoldEntropy:
             self._answer = SustainedStep(
                 step.optimizer, step.parameters, gradient_scale=step.gradient_scale, applied_scale=applied
             )
-            self._of_bonus = [self._put_away(self._bonus(measurement, half)) for half in self._halves]
-            self._of_entropy = [self._put_away(measurement.entropy_gradient(half)) for half in self._halves]
-
-    def _put_away(self, direction: Direction) -> Direction:
-        return {p: v.cpu() for p, v in direction.items()} if self._offload else direction
+            self._of_bonus = [self._bonus(measurement, half) for half in self._halves]
+            self._of_entropy = [measurement.entropy_gradient(half) for half in self._halves]
 
     def _bonus(self, measurement: EntropyMeasurement, half: Tensor) -> Direction:
         """∇H̄ over a half of the prompts: of the mean entropy of a sampled token on given prefixes.
@@ -138,8 +128,7 @@ class HoldEntropy:
             vars(self).pop(name, None)
 
     def _coefficient(self, measurement: EntropyMeasurement, now: Scored, step: FiniteStep) -> CoefficientToHold:
-        weight = measurement.objective.total_weight(measurement.base.responses)
-        self._weight, self._at_work = weight, measurement.at_work
+        self._weight = measurement.objective.total_weight(measurement.base.responses)
         for is_so, why in (
             (self._answer.is_endless, ENDLESS),
             (not self._answer.is_endless and self._answer.is_zero(), NO_ANSWER),
@@ -147,29 +136,20 @@ class HoldEntropy:
         ):
             if is_so:
                 return unknown_coefficient(why, self._present)
-        if not (slope := _of_both(self._slopes(0.0))):
+        if not (slope := self._slope(0.0)):
             return unknown_coefficient(NO_SLOPE, self._present)
-        delta, sign = step.change.delta, -1.0 if step.change.delta > 0 else 1.0
-        fall, rise = (self._slopes(size) for size in (-math.inf, math.inf))
-        opposed = fall if sign < 0 else rise
-        if abs(delta) > max(opposed):
+        effects = dict.fromkeys(wanted_effects(step.change.delta, step.change.se))  # often the same twice
+        sizes = (self._trial_size(wanted, slope) for wanted in effects)
+        if (size := next(filter(None, sizes), None)) is None:
             return unknown_coefficient(OUT_OF_REACH, self._present)
-        wanted = wanted_effect(delta, step.change.se, most=_of_both(opposed))
-        if (size := self._trial_size(sign * wanted, slope)) is None:
-            return unknown_coefficient(SLOPE_UNKNOWN, self._present)
-        trial = self._trial(measurement, now, size)
-        if math.isfinite(max(fall) + max(rise)):
-            trial = dataclasses.replace(trial, reachable=(delta - max(fall), delta + max(rise)))
-        if self._rounded_away > _ROUNDED_AWAY and not measurement.scorer.adds_residuals:
-            return unknown_coefficient(f"{percent(self._rounded_away)} {_ROUNDED}", self._present)
-        return coefficient_to_hold(step, trial, present=self._present)
+        return coefficient_to_hold(step, self._trial(measurement, now, size), present=self._present)
 
     def _trial_size(self, wanted: float, slope: float) -> float | None:
         """τ, whose bonus moves the entropy by about so many nats, from the slope at 0; None if none is found."""
         size = wanted / slope
         smaller, larger = 0.0, math.inf
         for _ in range(_TRIALS):
-            effect = _of_both(self._slopes(size)) * abs(size)
+            effect = self._slope(size) * abs(size)
             if abs(effect - abs(wanted)) <= _OFF_AT_MOST * abs(wanted):
                 return size
             if effect < abs(wanted):
@@ -180,26 +160,17 @@ class HoldEntropy:
             size = math.copysign(between, wanted)
         return None
 
-    def _slopes(self, size: float) -> tuple[float, float]:
-        """∇H̄·Δ/τ, each half along the Δ of the other half; and along its own, which has noise in common with it.
-
-        For τ = ±∞ it is |∇H̄·Δ| itself, infinite without a bound.
+    def _slope(self, size: float) -> float:
+        """∇H̄·Δ/τ, each half along the Δ of the other half; if that is not positive, along its own, which is larger.
 
         In nats a token, as H̄: the weight makes it one of the entropy that is to hold.
         """
         across = own = 0.0
-        for k in (0, 1):
-            bonus, other = (self._at_work(self._of_bonus[i]) for i in (k, 1 - k))
-            if math.isinf(size):
-                up = math.copysign(1.0, size)
-                if (moves := self._answer.farthest(bonus, up)) is None:
-                    return math.inf, math.inf
-            else:
-                moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)
-            per_size = math.copysign(1.0, size) if math.isinf(size) else size or 1.0
-            across += 0.5 * dot(other, moves) / per_size
-            own += 0.5 * dot(bonus, moves) / per_size
-        return self._weight * across, self._weight * own
+        for bonus, other in (self._of_bonus, self._of_bonus[::-1]):
+            moves = self._answer(bonus, size) if size else self._answer.derivative(bonus, 0.0, bonus)
+            across += 0.5 * dot(other, moves) / (size or 1.0)
+            own += 0.5 * dot(bonus, moves) / (size or 1.0)
+        return self._weight * (max(across, 0.0) or max(own, 0.0))
 
     def _trial(self, measurement: EntropyMeasurement, now: Scored, size: float) -> Trial:
         responses = measurement.base.responses
@@ -209,7 +180,7 @@ class HoldEntropy:
         for k in (0, 1):
             # The bonus of one half moves the other. For that bonus's own scatter, ∇R of the other half moves the one.
             half = self._halves[1 - k]
-            bonus = self._at_work(self._of_bonus[k])
+            bonus = self._of_bonus[k]
             along_bonus = self._answer(bonus, size)
             length = math.sqrt(dot(along_bonus, along_bonus))
             there = self._scored_after(measurement, along_bonus)
@@ -217,7 +188,7 @@ class HoldEntropy:
             if not there.is_finite:
                 return Trial(size, None, shift)
             log_prob[half], entropy[half] = there.log_prob[half], there.entropy[half]
-            along_entropy = self._answer.derivative(bonus, size, self._at_work(self._of_entropy[1 - k]))
+            along_entropy = self._answer.derivative(bonus, size, self._of_entropy[1 - k])
             longest = math.sqrt(dot(along_entropy, along_entropy))
             if not longest:
                 slopes.append(torch.zeros_like(now.entropy))
@@ -238,11 +209,4 @@ class HoldEntropy:
             taken(step, self._model, keeps_residuals=True) as there,
             measurement.scorer.adding(there.residuals),
         ):
-            self._rounded_away = max(self._rounded_away, there.rounded_away)
             return measurement.scorer.scored(measurement.base.rollouts)
-
-
-def _of_both(slopes: tuple[float, float]) -> float:
-    """The slope across halves, if it is positive; or a half's along its own Δ, which is larger."""
-    across, own = slopes
-    return max(across, 0.0) or max(own, 0.0)

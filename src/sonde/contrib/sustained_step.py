@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,20 +59,21 @@ class SustainedStep:
     ) -> None:
         optimizer = unwrap_optimizer(optimizer)
         is_adam, wanted = has_second_moment(optimizer), {id(p) for p in parameters}
-        self._answers: dict[Tensor, _Answer] = {}
+        groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        moving = [(p, group) for p, group in groups if p.grad is not None and id(p) in wanted]
         self.is_endless = not is_adam and any(group["momentum"] >= 1.0 for group in optimizer.param_groups)
         """Whether SGD's momentum only grows, so that there is no lasting answer."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is None or id(p) not in wanted:
-                    continue
-                if is_adam:
-                    state = optimizer.state.get(p, {})
-                    self._answers[p] = _adam(p, group, state, gradient_scale, applied_scale, n_steps)
-                else:
-                    has_momentum = optimizer.state.get(p, {}).get("momentum_buffer") is not None
-                    factor = _sgd_factor(group) * gradient_scale * applied_scale
-                    self._answers[p] = _Sgd(factor, has_momentum or not group["momentum"])
+        waits = [not is_adam and _lacks_buffer(group, optimizer.state.get(p, {})) for p, group in moving if group["lr"]]
+        self.lacks_momentum = bool(waits) and all(waits)
+        """Whether nothing that moves has its momentum yet, so that this step is smaller than later ones."""
+        self._answers: dict[Tensor, _Answer] = {}
+        for p, group in moving:
+            if is_adam:
+                of_gradient = gradient_scale if not group["maximize"] else -gradient_scale
+                state = optimizer.state.get(p, {})
+                self._answers[p] = _adam(p, group, state, of_gradient, gradient_scale * applied_scale, n_steps)
+            else:
+                self._answers[p] = _sgd(p, group, gradient_scale * applied_scale)
 
     @torch.no_grad()
     def __call__(self, gradient: Direction, size: float) -> Direction:
@@ -85,65 +86,15 @@ class SustainedStep:
         return {p: answer.slope(size * gradient[p]) * along[p] for p, answer in self._answers.items()}
 
     @torch.no_grad()
-    def farthest(self, gradient: Direction, sign: float = 1.0) -> Direction | None:
-        """Δ for any number of times the gradient, however large, of this sign; None if Δ has no bound."""
-        found: Direction = {}
-        for p, answer in self._answers.items():
-            if (moved := answer.farthest(sign * gradient[p])) is None:
-                return None
-            found[p] = moved
-        return found
-
-    @property
-    def lacks_momentum(self) -> bool:
-        """Whether nothing that moves has its momentum yet, so that this step is smaller than later ones."""
-        moving = [answer for answer in self._answers.values() if isinstance(answer, _Sgd) and answer.factor]
-        return bool(moving) and not any(answer.has_momentum for answer in moving)
-
-    @torch.no_grad()
     def is_zero(self) -> bool:
         """Whether no gradient moves anything, on any rank. Waits for the device."""
-        slopes = ({p: answer.slope(torch.zeros_like(p)) * torch.ones_like(p)} for p, answer in self._answers.items())
+        slopes = ({p: answer.slope(torch.zeros_like(p))} for p, answer in self._answers.items())
         return not any(dot(slope, slope) for slope in slopes)
 
 
-class _Answer(Protocol):
-    """One parameter's Δ for a bonus's gradient b, in the loss's units; tensors like the parameter."""
-
-    def step(self, b: Tensor) -> Tensor:
-        """Δ."""
-        ...
-
-    def slope(self, b: Tensor) -> Any:
-        """dΔ/db of each element."""
-        ...
-
-    def farthest(self, b: Tensor) -> Tensor | None:
-        """Δ for any multiple of b, however large; None without a bound."""
-        ...
-
-
 @dataclass(frozen=True)
-class _Sgd:
-    """P, and whether the momentum that it counts on is there, or none is needed."""
-
-    factor: Any
-    has_momentum: bool
-
-    def step(self, b: Tensor) -> Tensor:
-        step: Tensor = b * self.factor
-        return step
-
-    def slope(self, _: Tensor) -> Any:
-        return self.factor
-
-    def farthest(self, b: Tensor) -> Tensor | None:
-        return None if self.factor else torch.zeros_like(b)
-
-
-@dataclass(frozen=True)
-class _Adam:
-    """The numbers of the equation above.
+class _Answer:
+    """One parameter's Δ for a bonus's gradient b, by Adam's equation. SGD's has m = w = ε = 0 and √v̂ = 1.
 
     Attributes:
         lr: η.
@@ -164,21 +115,16 @@ class _Adam:
     renewed: Any
 
     def step(self, b: Tensor) -> Tensor:
-        moved = (self.mean + self.scale * b) / (self._root_after(b)[0] + self.eps) - self._without()
+        """Δ, like b."""
+        without = self.mean / ((self.root if self.standing is None else self.standing) + self.eps)
+        moved = (self.mean + self.scale * b) / (self._root_after(b)[0] + self.eps) - without
         return torch.where(self.root > 0.0, self.lr * moved, 0.0)
 
     def slope(self, b: Tensor) -> Tensor:
+        """dΔ/db of each element, like b."""
         (after, moves), total = self._root_after(b), self.mean + self.scale * b
         slope = (1.0 - moves * self.renewed * total.square() / after / (after + self.eps)) / (after + self.eps)
         return torch.where(self.root > 0.0, self.lr * self.scale * slope, 0.0)
-
-    def farthest(self, b: Tensor) -> Tensor | None:
-        most = b.sign() / self.renewed**0.5 - self._without()
-        return torch.where((self.root > 0.0) & (b != 0.0), self.lr * most, 0.0)
-
-    def _without(self) -> Tensor:
-        """The step without b, over η."""
-        return self.mean / ((self.root if self.standing is None else self.standing) + self.eps)
 
     def _root_after(self, b: Tensor) -> tuple[Tensor, Tensor]:
         """√(v̂ + w (2 m b + b²)), which is 0 only where v̂ is; and whether it moves with b."""
@@ -191,66 +137,43 @@ class _Adam:
         return torch.maximum(root, self.standing), (root >= self.standing).to(root.dtype)
 
 
-def _sgd_factor(group: Mapping[str, Any]) -> Any:
-    """P; not a number if momentum only grows."""
-    momentum = group["momentum"]
-    if momentum >= 1.0:
-        return math.nan
+def _lacks_buffer(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    return bool(group["momentum"]) and state.get("momentum_buffer") is None
+
+
+def _sgd(parameter: Tensor, group: Mapping[str, Any], scale: float) -> _Answer:
+    """P b. P is not a number if momentum only grows."""
+    momentum, still = group["momentum"], torch.zeros_like(widened(parameter))
+    lr = number_of(group["lr"]) if momentum < 1.0 else math.nan
     # b of a gradient that is the same in every step is (1 − dampening)/(1 − μ) times it.
-    buffer = (1.0 - group["dampening"]) / (1.0 - momentum) if momentum else 1.0
-    return number_of(group["lr"]) * (1.0 + momentum * buffer if group["nesterov"] else buffer)
+    buffer = (1.0 - group["dampening"]) / (1.0 - momentum) if 0.0 < momentum < 1.0 else 1.0
+    factor = 1.0 + momentum * buffer if group["nesterov"] else buffer
+    return _Answer(lr * factor, scale, 0.0, still, still + 1.0, None, 0.0)
 
 
 def _adam(
     parameter: Tensor,
     group: Mapping[str, Any],
     state: Mapping[str, Any],
-    gradient_scale: float,
-    applied_scale: float,
+    of_gradient: float,
+    scale: float,
     n_steps: float | None,
-) -> _Adam:
+) -> _Answer:
+    """By the moments after the next step, corrected for their bias."""
     beta1, beta2 = map(number_of, group["betas"])
-    gradient = gradient_of(parameter) * (-gradient_scale if group["maximize"] else gradient_scale)
-    now = moments_after(parameter, gradient, group, state)
-    root = now.second.sqrt()
+    whole, n = with_decay(parameter, gradient_of(parameter) * of_gradient, group), next_step(state)
+    first = (1.0 - beta1) * whole + (beta1 * widened(state["exp_avg"]) if state else 0.0)
+    second = second_after(whole, group, state)
+    largest = torch.maximum(second, widened(state["max_exp_avg_sq"])) if state and group["amsgrad"] else second
+    mean, correction = -first / (1.0 - beta1**n), 1.0 - beta2**n
+    root = (second / correction).sqrt()
     more = round(float(_MEMORIES / (1.0 - beta1))) if n_steps is None else n_steps
-    return _Adam(
+    return _Answer(
         number_of(group["lr"]),
-        gradient_scale * applied_scale,
+        scale,
         group["eps"],
-        torch.minimum(torch.maximum(-now.first, -root), root),
+        torch.minimum(torch.maximum(mean, -root), root),
         root,
-        None if now.largest is None else now.largest.sqrt(),
-        (1.0 - beta2**more) / (1.0 - beta2 ** (now.n_steps + more)),
+        (largest / correction).sqrt() if group["amsgrad"] else None,
+        (1.0 - beta2**more) / (1.0 - beta2 ** (n + more)),
     )
-
-
-class Moments(NamedTuple):
-    """Adam's moments after the next step, corrected for their bias.
-
-    Attributes:
-        first: m̂ of each element.
-        second: v̂ of each element.
-        largest: with amsgrad, the largest v̂ so far, which the step divides by; None without it.
-        n_steps: number of steps with the next one.
-    """
-
-    first: Tensor
-    second: Tensor
-    largest: Tensor | None
-    n_steps: Any
-
-
-def moments_after(parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
-    """Moments of torch's Adam or AdamW after a step with this gradient, as the optimizer gets it."""
-    beta1, beta2 = group["betas"]
-    whole, n_steps = with_decay(parameter, gradient, group), next_step(state)
-    first = (1.0 - beta1) * whole
-    if state:
-        first = first.add_(widened(state["exp_avg"]), alpha=beta1)
-    second, largest = second_after(whole, group, state), None
-    correction = 1.0 - beta2**n_steps
-    if group["amsgrad"]:
-        largest = second if not state else torch.maximum(second, widened(state["max_exp_avg_sq"]))
-        largest = largest / correction
-    return Moments(first / (1.0 - beta1**n_steps), second / correction, largest, n_steps)

@@ -25,7 +25,6 @@ from sonde.policy.policy_entropy import PolicyEntropyProbe
 from sonde.policy.prompt_noise import PromptNoiseProbe
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Scorer
-from sonde.policy.scoring.token_statistics import CausalLMStatistics
 from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.records import LogOrPlaces, RunLog, log_of, logger
@@ -37,7 +36,7 @@ try:
     from trl import __version__ as trl_version
 
     from sonde.integrations.guarded import OnError, WrappedMethods, checked_on_error, warn_if_untested
-    from sonde.integrations.trl_checks import check_arguments, default_prompts
+    from sonde.integrations.trl_checks import Wanted, check_arguments, default_prompts
     from sonde.integrations.trl_rollouts import FullPrecision, TrlRollouts
 except ImportError as error:
     raise ImportError(f"this needs trl: {install_hint('trl')}") from error
@@ -106,28 +105,9 @@ def attach(
     )
     if evaluation_prompts is None:
         evaluation_prompts = default_prompts(trainer)
-    check_arguments(
-        trainer,
-        options,
-        noise_every=noise_every,
-        evaluation=evaluation,
-        evaluation_prompts=evaluation_prompts,
-        causes=causes,
-        rollouts=rollouts,
-        coefficient_to_hold=coefficient_to_hold,
-    )
-    return TrlProbes(
-        trainer,
-        options,
-        noise_every=noise_every,
-        evaluation=evaluation,
-        n_prompts=evaluation_prompts // trainer.accelerator.num_processes,
-        causes=causes,
-        rollouts=rollouts,
-        coefficient_to_hold=coefficient_to_hold,
-        on_error=checked_on_error(on_error),
-        log=log,
-    )
+    wanted = Wanted(options, noise_every, evaluation, evaluation_prompts, causes, rollouts, coefficient_to_hold)
+    check_arguments(trainer, wanted)
+    return TrlProbes(trainer, wanted, checked_on_error(on_error), log)
 
 
 def _forgiving(event: Callable[..., None]) -> Callable[..., None]:
@@ -149,35 +129,18 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         texts: the texts of the last forecast's prompts by their numbers, for its `table`.
     """
 
-    def __init__(
-        self,
-        trainer: GRPOTrainer,
-        options: EntropyChangeOptions | None,
-        *,
-        noise_every: int | None,
-        evaluation: Literal["fresh", "same"],
-        n_prompts: int,
-        causes: bool,
-        rollouts: bool,
-        coefficient_to_hold: bool,
-        on_error: OnError,
-        log: RunLog,
-    ) -> None:
+    def __init__(self, trainer: GRPOTrainer, wanted: Wanted, on_error: OnError, log: RunLog) -> None:
         self.forecasts: list[tuple[int, EntropyForecast]] = []
-        self._trainer = trainer
-        self._options, self._noise_every = options, noise_every
-        self._evaluation = evaluation
-        self._has_causes = causes
-        self._has_rollouts = rollouts
-        self._hold = HoldEntropy() if coefficient_to_hold else None
-        self._on_error = on_error
+        self._trainer, self._wanted, self._on_error = trainer, wanted, on_error
+        self._options, self._noise_every = wanted.options, wanted.noise_every
+        self._hold = HoldEntropy() if wanted.coefficient_to_hold else None
         self._run_log, self._has_log = log, log.has_sinks
-        self._statistics = FullPrecision(CausalLMStatistics(trainer.args.temperature))
+        self._statistics = FullPrecision()
         self._entropy: EntropyChangeProbe | None = None
         self._policy: PolicyEntropyProbe | None = None
         self._noise: PromptNoiseProbe | None = None
         self._policy_log: PolicyLog | None = None
-        self._rollouts = TrlRollouts(trainer, n_prompts)
+        self._rollouts = TrlRollouts(trainer, wanted.n_prompts // trainer.accelerator.num_processes)
         self._around: tuple[ExitStack, AroundStep, float, float] | None = None
         """Of the forecast under way, with the seconds that sampling took, and all of its seconds before the step."""
         self._pace = ForecastPace(1, None, None)
@@ -210,8 +173,6 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         """
         if self._policy_log is not None:
             self._policy_log.end(reason)
-        if self._entropy is not None:
-            self._entropy.close()
         self._wrapped.restore()
         self._clip.restore()
         self._trainer.pop_callback(self)
@@ -297,7 +258,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                     return  # an error in a micro-batch was forgiven
                 if not all(has_tokens for _, has_tokens in everywhere):
                     update = None  # TRL has emptied all masks of a rank, as of truncated completions
-                if update is None and self._evaluation == "same":
+                if update is None and self._wanted.evaluation == "same":
                     return
                 if measures_noise and update is not None:
                     self._measure_noise(update, state)
@@ -318,21 +279,21 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             self._policy_entropy = self._policy.measure(update)
             self._log(self._policy.metrics())
         begun = time.perf_counter()
-        if update is not None and self._evaluation == "same":
+        if update is not None and self._wanted.evaluation == "same":
             evaluation = self._own_responses(update)
         else:
             evaluation = self._fresh(step)
         sampling_seconds = time.perf_counter() - begun
         every_text = self._on_every_rank({**({} if update is None else update.texts), **evaluation.texts})
         self.texts = {n: text for texts in every_text for n, text in texts.items()}
-        if self._has_rollouts:
+        if self._wanted.rollouts:
             self._for_truth = self._choose(self._seed_for(step) + 500_000)
         if self._hold is not None:
             self._hold.entropy_coefficient = self._entropy_coefficient
             self._hold.applied_scale = self._clip_coefficient
         stack = ExitStack()
-        learned = self._with_loss_weights(update) if self._has_causes and update is not None else None
-        around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._has_causes))
+        learned = self._with_loss_weights(update) if self._wanted.causes and update is not None else None
+        around = stack.enter_context(self._entropy.around_step(evaluation, learned, causes=self._wanted.causes))
         self._around = stack, around, sampling_seconds, time.perf_counter() - entered
 
     @_forgiving
@@ -348,7 +309,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
         self._forecast = around.forecast.after_sampling(sampling_seconds)
         self.forecasts.append((state.global_step + 1, self._forecast))
         self._log(self._forecast.metrics())
-        self._log({"entropy/is_of_own_prompts": float(self._evaluation == "same")})
+        self._log({"entropy/is_of_own_prompts": float(self._wanted.evaluation == "same")})
 
     @_forgiving
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -381,7 +342,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
                 unwrap_optimizer(optimizer),
                 options,
                 token_statistics=statistics,
-                sampler=self._truth if self._has_rollouts else None,
+                sampler=self._truth if self._wanted.rollouts else None,
                 grad_scaler=self._trainer.accelerator.scaler,
                 beside=self._hold,
             )
@@ -423,7 +384,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
     def _own_responses(self, update: Rollouts) -> Rollouts:
         """E of evaluation="same", weighted by the log-probabilities at sampling if older weights sampled it."""
         assert self._options is not None
-        if self._options.needs_own_responses(causes=self._has_causes) or update.truncation:
+        if self._options.needs_own_responses(causes=self._wanted.causes) or update.truncation:
             return update  # without weights; the forecast says so if they are not the policy's own
         return dataclasses.replace(update, log_prob=self._rollouts.sampled_log_prob)
 
@@ -452,6 +413,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
 
     def _setup(self) -> dict[str, object]:
         trainer, args, options = self._trainer, self._trainer.args, self._options
+        is_own = self._wanted.evaluation == "same"
         completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
         completions *= trainer.accelerator.num_processes
         optimizers = [unwrap_optimizer(trainer.optimizer)]
@@ -468,7 +430,7 @@ class TrlProbes(TrainerCallback):  # type: ignore[misc]
             "prompts_per_step": completions // trainer.num_generations,
             "completions_per_prompt": trainer.num_generations,
             "log_every": self._noise_every if options is None else options.every,
-            "evaluation": "fresh responses to other prompts" if self._evaluation == "fresh" else "the step's own",
+            "evaluation": "the step's own" if is_own else "fresh responses to other prompts",
             "objective": None if options is None else options.objective,
             "level": 0.95,
         }

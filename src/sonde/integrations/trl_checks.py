@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from sonde.policy.entropy_options import EntropyChangeOptions
@@ -13,37 +14,41 @@ TRUNCATION = ("top_p", "top_k", "min_p")
 """TRL's arguments that leave tokens out of the sampling."""
 
 
-def check_arguments(
-    trainer: Any,
-    options: EntropyChangeOptions | None,
-    *,
-    noise_every: int | None,
-    evaluation: Literal["fresh", "same"],
-    evaluation_prompts: int,
-    causes: bool,
-    rollouts: bool,
-    coefficient_to_hold: bool,
-) -> None:
-    """Refuse whatever cannot be measured in this trainer's run; the arguments are those of `attach`.
+@dataclass(frozen=True)
+class Wanted:
+    """What `attach` is asked for, by the names of its arguments; `n_prompts` is its `evaluation_prompts`."""
+
+    options: EntropyChangeOptions | None
+    noise_every: int | None
+    evaluation: Literal["fresh", "same"]
+    n_prompts: int
+    causes: bool
+    rollouts: bool
+    coefficient_to_hold: bool
+
+
+def check_arguments(trainer: Any, wanted: Wanted) -> None:
+    """Refuse whatever cannot be measured in this trainer's run.
 
     Raises:
         ValueError: naming the option, and the way out.
     """
-    if evaluation not in ("fresh", "same"):
-        raise ValueError(f"evaluation must be 'fresh' or 'same', got {evaluation!r}")
+    options, noise_every = wanted.options, wanted.noise_every
+    if wanted.evaluation not in ("fresh", "same"):
+        raise ValueError(f"evaluation must be 'fresh' or 'same', got {wanted.evaluation!r}")
     if options is None and noise_every is None:
         raise ValueError("nothing would be measured: pass options=sonde.EntropyChangeOptions() or noise_every=10, say")
     if options is not None:
-        _check_options(trainer, options, evaluation, causes=causes, holds=coefficient_to_hold)
+        _check_options(trainer, options, causes=wanted.causes, holds=wanted.coefficient_to_hold)
     if noise_every is not None:
         whole_number("noise_every must be a whole number of steps", noise_every)
         _check_noise_scale(trainer)
     _check_sampling(trainer)
-    if options is not None and (evaluation == "fresh" or rollouts):
-        _check_fresh(trainer, evaluation_prompts)
+    if options is not None and (wanted.evaluation == "fresh" or wanted.rollouts):
+        _check_fresh(trainer, wanted.n_prompts)
 
 
-def _check_options(trainer: Any, options: object, evaluation: str, *, causes: bool, holds: bool) -> None:
+def _check_options(trainer: Any, options: object, *, causes: bool, holds: bool) -> None:
     """Refuse what would fail at the first step or a later one."""
     args = trainer.args
     if not isinstance(options, EntropyChangeOptions):
@@ -54,12 +59,6 @@ def _check_options(trainer: Any, options: object, evaluation: str, *, causes: bo
         raise ValueError(
             "coefficient_to_hold=True is about a bonus on all tokens, and with top_entropy_quantile below 1 TRL's "
             "bonus is on some of them: leave one of the two out"
-        )
-    leaves_out = args.mask_truncated_completions and evaluation == "same"
-    if options.objective == "sequence" and leaves_out:
-        raise ValueError(
-            "objective='sequence' compares each response with others to its prompt, and mask_truncated_completions may "
-            "leave a prompt of the step with one response: pass evaluation='fresh', or objective='per_token'"
         )
     unknown_weights = {
         "top_entropy_quantile": args.top_entropy_quantile < 1.0,

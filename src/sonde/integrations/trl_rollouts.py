@@ -30,21 +30,13 @@ _MEANS_OVER_GENERATED = ("cispo", "dapo", "vespo")
 """Losses that divide by a part of the tokens that were generated together."""
 
 
-class FullPrecision:
-    """Scores without the autocast that accelerate puts around a model's forward: its rounding swallows differences.
-
-    Args:
-        statistics: the token statistics that score.
-    """
-
-    def __init__(self, statistics: CausalLMStatistics) -> None:
-        self.temperature = statistics.temperature
-        self._statistics = statistics
+class FullPrecision(CausalLMStatistics):
+    """Scores without the autocast that accelerate puts around a model's forward: its rounding swallows differences."""
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
         """The scores of `CausalLMStatistics`."""
         with without_autocast(model, rollouts.mask.device.type):
-            return self._statistics(model, rollouts)
+            return super().__call__(model, rollouts)
 
 
 class TrlRollouts:
@@ -100,13 +92,10 @@ class TrlRollouts:
     def window(self) -> Rollouts | None:
         """This rank's responses that the window learns from; None if TRL has emptied all their masks."""
         window = self._window
-        prompts = _padded([(i["prompt_ids"], i["prompt_mask"]) for i in window], left=True)
-        completions = _padded([(i["completion_ids"], i["completion_mask"]) for i in window], left=False)
         masks = [_sampled_mask(i) for i in window]
         weights = [self._token_weights(mask) for mask in masks]
         bonuses = [self._bonus_weights(mask, i) for mask, i in zip(masks, window, strict=True)]
-        each = (masks, weights, bonuses)
-        sampled, weight, bonus = (_padded([(t, t) for t in parts], left=False)[0] for parts in each)
+        sampled, weight, bonus = map(_padded, (masks, weights, bonuses))
         # Leave out completions whose mask TRL has emptied because they did not end.
         rows = sampled.bool().any(1).nonzero()[:, 0]
         if not len(rows):
@@ -116,12 +105,12 @@ class TrlRollouts:
         self._of_bonus = bonus[rows]
         return Rollouts(
             inputs={
-                "input_ids": torch.cat([prompts[0], completions[0]], 1)[rows],
-                "attention_mask": torch.cat([prompts[1], completions[1]], 1)[rows],
+                "input_ids": self._joined("prompt_ids", "completion_ids")[rows],
+                "attention_mask": self._joined("prompt_mask", "completion_mask")[rows],
             },
             mask=sampled[rows],
             prompt=torch.cat([i[GROUP] for i in window])[rows],
-            advantage=_advantages(window, sampled.shape[1])[rows],
+            advantage=_advantages(window)[rows],
             weight=weight[rows],
             texts=self._texts,
             **self._sampling(),
@@ -132,10 +121,14 @@ class TrlRollouts:
         args = self._trainer.args
         return {name: getattr(args, name) for name in ("temperature", *TRUNCATION)}
 
+    def _joined(self, of_prompts: str, of_completions: str) -> Tensor:
+        """The window's prompts, each with its completion behind it."""
+        return _joined(*([i[name] for i in self._window] for name in (of_prompts, of_completions)))
+
     def _in_window(self, name: str, rows: Tensor) -> Tensor | None:
         """What TRL keeps of each token of the window; None if it does not."""
-        kept = [(i[name], i[name]) for i in self._window if i.get(name) is not None]
-        return _padded(kept, left=False)[0][rows] if len(kept) == len(self._window) else None
+        kept = [i[name] for i in self._window if i.get(name) is not None]
+        return _padded(kept)[rows] if len(kept) == len(self._window) else None
 
     @property
     def sampled_log_prob(self) -> Tensor | None:
@@ -232,14 +225,11 @@ class TrlRollouts:
             prompt_ids, images, fields = trainer._tokenize_prompts([data[i]["prompt"] for i in rows])
             completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, trainer.num_generations)
         device = trainer.accelerator.device
-        prompts = _padded([(t, torch.ones_like(t)) for t in _as_rows(prompt_ids, device)], left=True)
-        completions = _padded([(t, torch.ones_like(t)) for t in _as_rows(completion_ids, device)], left=False)
+        ids = [[torch.tensor(row, device=device)[None] for row in of] for of in (prompt_ids, completion_ids)]
+        masks = [list(map(torch.ones_like, of)) for of in ids]
         return Rollouts(
-            inputs={
-                "input_ids": torch.cat([prompts[0], completions[0]], 1),
-                "attention_mask": torch.cat([prompts[1], completions[1]], 1),
-            },
-            mask=completions[1],
+            inputs={"input_ids": _joined(*ids), "attention_mask": _joined(*masks)},
+            mask=_padded(masks[1]),
             prompt=torch.tensor([-1 - i for i in rows], device=device),
             texts={-1 - i: str(data[i]["prompt"]) for i in chosen},
             **self._sampling(),
@@ -310,25 +300,21 @@ def _sampled_mask(inputs: Mapping[str, Any]) -> Tensor:
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
-def _advantages(window: Sequence[Mapping[str, Any]], width: int) -> Tensor:
+def _advantages(window: Sequence[Mapping[str, Any]]) -> Tensor:
     """Advantages of each completion, or of each of its tokens."""
     parts = [i["advantages"] for i in window]
     if parts[0].dim() == 1 or parts[0].shape[1] == 1:
         return torch.cat([a.reshape(-1) for a in parts])
-    return torch.cat([torch.nn.functional.pad(a, (0, width - a.shape[1])) for a in parts])
+    return _padded(parts)
 
 
-def _as_rows(ids: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    return [torch.tensor(row, device=device)[None] for row in ids]
+def _joined(prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> Tensor:
+    """Prompts, padded on their left, with completions behind them."""
+    return torch.cat([_padded(prompts, left=True), _padded(completions)], 1)
 
 
-def _padded(parts: Sequence[tuple[Tensor, Tensor]], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Ids and masks of all rows, padded with 0 to the widest; the mask hides the padding."""
-    width = max(ids.shape[1] for ids, _ in parts)
-
-    def wide(tensor: Tensor) -> Tensor:
-        missing = width - tensor.shape[1]
-        return torch.nn.functional.pad(tensor, (missing, 0) if left else (0, missing))
-
-    ids, masks = zip(*[(wide(i), wide(m)) for i, m in parts], strict=True)
-    return torch.cat(ids), torch.cat(masks)
+def _padded(parts: Sequence[Tensor], *, left: bool = False) -> Tensor:
+    """The rows of all parts, padded with 0 to the widest."""
+    missing = [max(part.shape[1] for part in parts) - part.shape[1] for part in parts]
+    pads = ((n, 0) if left else (0, n) for n in missing)
+    return torch.cat([torch.nn.functional.pad(part, pad) for part, pad in zip(parts, pads, strict=True)])

@@ -196,17 +196,7 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.device))
 
 
-# Memory and random numbers.
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """The most memory that tensors on a device have taken so far; None where torch does not count it."""
-    if not runs_beside_host(device):
-        return None
-    try:
-        return torch.accelerator.max_memory_allocated(device)
-    except (RuntimeError, NotImplementedError):  # an accelerator without a caching allocator, such as MPS
-        return None
+# Random numbers.
 
 
 @contextlib.contextmanager

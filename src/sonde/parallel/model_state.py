@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from sonde.parallel.devices import preserve_randomness
 from sonde.parallel.placements import fsdp_groups, reshard
@@ -160,38 +158,15 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def can_checkpoint(model: nn.Module) -> bool:
-    """Whether layers of the model have a switch for gradient checkpointing, as those of transformers have."""
-    return any(hasattr(module, "gradient_checkpointing") for module in model.modules())
-
-
-def is_checkpointing(model: nn.Module) -> bool:
-    """Whether gradient checkpointing is on."""
-    return bool(_checkpointed(model))
-
-
-def _checkpointed(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if vars(module).get("gradient_checkpointing") is True]
-
-
 @contextlib.contextmanager
 def checkpointing(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing is on inside, also in evaluation mode, in which layers of transformers skip it.
-
-    transformers' own method would also put hooks on embeddings, and leave them there.
-    """
-    layers, inside = _checkpointed(model), dict[str, Any](training=True)  # the layer's own: dropout inside stays off
-    if not layers:
-        layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        by_torch = functools.partial(checkpoint, use_reentrant=False)
-        inside |= {"gradient_checkpointing": True, "_gradient_checkpointing_func": by_torch}
-    before = [{name: vars(layer)[name] for name in inside if name in vars(layer)} for layer in layers]
+    """Layers of transformers that checkpoint do so in evaluation mode too, in which they skip it otherwise."""
+    layers = [module for module in model.modules() if vars(module).get("gradient_checkpointing") is True]
+    modes = [layer.training for layer in layers]
     try:
         for layer in layers:
-            vars(layer).update(inside)
+            layer.training = True  # the layer's own: dropout inside stays off
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            for name in inside:
-                vars(layer).pop(name, None)
-            vars(layer).update(own)
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode

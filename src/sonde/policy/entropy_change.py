@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.parallel.model_state import (
-    is_checkpointing,
     preserve_training_state,
     seed_everything,
     set_evaluation_mode,
@@ -44,7 +43,7 @@ from sonde.policy.scoring.scorer import Scored, Scorer
 from sonde.policy.scoring.token_statistics import as_statistics
 from sonde.policy.stats.columns import OF_FORECAST, OF_TRAINER
 from sonde.policy.stats.entropy_comparison import EntropyComparison, comparison_of
-from sonde.policy.stats.entropy_forecast import EntropyForecast, FirstOrder
+from sonde.policy.stats.entropy_forecast import EntropyForecast
 from sonde.policy.stats.importance import FiniteStep
 from sonde.stats.columns import Columns
 
@@ -93,7 +92,7 @@ class EntropyChangeProbe:
         options: how to measure.
         token_statistics: scores responses; by default `CausalLMStatistics`, for a causal language model of
             transformers.
-        sampler: draws fresh responses: for the third truth of `measure` and `around_step`, and for `step`.
+        sampler: draws fresh responses: for the third truth of `forecast` and `around_step`, and for `step`.
         grad_scaler: the `torch.amp.GradScaler` in use, if there is one. Its scale is left out of the gradients, before
             and after its `unscale_`.
         process_group: the ranks that hold different responses; by default those of DDP or FSDP2.
@@ -128,17 +127,12 @@ class EntropyChangeProbe:
         check_group(process_group)
         check_sampler(sampler)
         parameters = trainable(model)
-        check_model(model, parameters, has_checkpoints=options.gradients.checkpoint)
+        check_model(model, parameters)
         check_optimizer(optimizer, parameters)
         check_grad_scaler(grad_scaler)
-        if not options.is_step and options.gradients.step_size is None and optimizer is None:
+        if not options.is_step and options.step_size is None and optimizer is None:
             raise ValueError("update='gradient' takes the optimizer's learning rate, got no optimizer: pass step_size=")
         if beside is not None:
-            if not callable(getattr(beside, "begins", None)):
-                raise ValueError(
-                    "beside must measure something beside the forecast, as sonde.contrib.hold_entropy.HoldEntropy() "
-                    f"does, got {beside!r:.60}"
-                )
             if not options.is_step:
                 raise ValueError(
                     "beside= is about the optimizer's own step, and update='gradient' is another: leave one out"
@@ -154,7 +148,6 @@ class EntropyChangeProbe:
             options.micro_batch_prompts,
             self._group,
             options.precision,
-            checkpoints=options.gradients.checkpoint or is_checkpointing(model),
         )
         self._n_calls = 0
         self._pace = ForecastPace(options.every, options.budget, self._group)
@@ -167,6 +160,7 @@ class EntropyChangeProbe:
         *,
         gradient_scale: float | Tensor = 1.0,
         causes: bool = False,
+        rollouts: bool = False,
     ) -> EntropyForecast:
         """What the next optimizer step will do. Parameters take the step for one forward, and have their bits again.
 
@@ -179,29 +173,26 @@ class EntropyChangeProbe:
                 Leave out the scale of `grad_scaler`, which the probe knows.
             causes: also take the change to first order, split into momentum, this batch and decay, and by prompt of U.
                 This takes a backward of E and one of U, and passes over both.
+            rollouts: also take the third truth, from responses sampled before and after the step with common random
+                numbers.
 
         Raises:
             ValueError: for responses that cannot be used, or an optimizer whose step cannot be forecast.
-            RuntimeError: if there is no gradient yet.
+            RuntimeError: if there is no gradient yet, or no sampler for rollouts.
         """
-        return self._forecast(evaluation, update, gradient_scale, causes, None)
-
-    def measure(
-        self,
-        evaluation: Rollouts,
-        update: Rollouts | None = None,
-        *,
-        gradient_scale: float | Tensor = 1.0,
-        causes: bool = False,
-    ) -> EntropyForecast:
-        """`forecast` with the third truth: responses sampled before and after the step, with common random numbers.
-
-        Raises:
-            RuntimeError: without a sampler.
-        """
-        if self._sampler is None:
+        if rollouts and self._sampler is None:
             raise RuntimeError("truth by fresh rollouts needs a sampler: EntropyChangeProbe(…, sampler=…)")
-        return self._forecast(evaluation, update, gradient_scale, causes, self._sampler)
+        with together(self._group), self._beside_forgets():
+            step, n_update = self._begin(evaluation, update, gradient_scale, causes)
+            if self._options.is_step and (why := step.why_no_forecast()):
+                raise ValueError(why)
+            with self._measuring(evaluation, self._sampler if rollouts else None, n_update) as measurement:
+                if measurement is None:
+                    return self._unknown(_SCORES_NOT_FINITE)
+                found, direction = self._at_entry(measurement, step, update, causes)
+                if direction is None:
+                    return measurement.unknown(STEP_NOT_FINITE)
+                return self._stepped(measurement, direction, found, measurement.sample(), self._beside)[0]
 
     @contextlib.contextmanager
     def around_step(
@@ -236,14 +227,17 @@ class EntropyChangeProbe:
             ...         optimizer.step()
             ...     print(around.forecast)
         """
-        around = AroundStep()
+        around, is_step = AroundStep(), self._options.is_step
         with self._beside_forgets():
             with together(self._group):
                 step, n_update = self._begin(evaluation, update, gradient_scale, causes)
                 with self._measuring(evaluation, self._sampler, n_update) as measurement:
-                    first_order, before = None, None
                     if measurement is not None:
-                        first_order = self._at_entry(measurement, step, update, causes)
+                        found, direction = measurement.known, None
+                        if causes or not is_step or self._beside is not None:
+                            found, direction = self._at_entry(measurement, step, update, causes)
+                        step.watch(whole=is_step and direction is not None)
+                        del direction  # as large as the parameters
                         before = measurement.sample()
             yield around
             with together(self._group), preserve_training_state(self._model):
@@ -254,13 +248,13 @@ class EntropyChangeProbe:
                 if step.was_skipped(is_unchanged=measurement.is_unchanged(now)):
                     around._forecast = measurement.unknown(step.why_unmoved())
                     return
+                if not is_step:  # first order is of another step
+                    found = dataclasses.replace(found, fixed_prefixes=None)
                 why = "" if self._beside is None else step.why_another_answer()
-                after = measurement.after(now, before, self._beside, why)
-                is_step = self._options.is_step
-                if is_step and first_order is not None:
-                    first_order = dataclasses.replace(first_order, doubt=step.why_another() or first_order.doubt)
-                rounded = step.rounded_away()
-                around._forecast = measurement.forecast(first_order, after, is_same_step=is_step, rounded_away=rounded)
+                found = measurement.after(found, now, before, self._beside, why)
+                if is_step and found.first_order is not None:
+                    found = dataclasses.replace(found, doubt=step.why_another() or found.doubt)
+                around._forecast = measurement.forecast(found, rounded_away=step.rounded_away())
 
     def compare(
         self,
@@ -313,7 +307,7 @@ class EntropyChangeProbe:
                         if direction is None:
                             found[name] = measurement.unknown(STEP_NOT_FINITE), None
                         else:
-                            found[name] = self._stepped(measurement, direction)
+                            found[name] = self._stepped(measurement, direction, measurement.known)
                     del gradient, direction  # as large as the parameters
 
                 def between(start: Scored, now: Scored) -> FiniteStep:
@@ -373,37 +367,6 @@ class EntropyChangeProbe:
         scale = loss_scale(self._grad_scaler, self._optimizer)
         return PolicyStep(self._model, self._optimizer, self._group, gradient_scale / scale, scale)
 
-    def _forecast(
-        self,
-        evaluation: Rollouts,
-        update: Rollouts | None,
-        gradient_scale: float | Tensor,
-        causes: bool,
-        sampler: Sampler | None,
-    ) -> EntropyForecast:
-        is_step = self._options.is_step
-        with together(self._group), self._beside_forgets():
-            step, n_update = self._begin(evaluation, update, gradient_scale, causes)
-            if is_step and (why := why_no_forecast(self._optimizer)):
-                raise ValueError(why)
-            with self._measuring(evaluation, sampler, n_update) as measurement:
-                if measurement is None:
-                    return self._unknown(_SCORES_NOT_FINITE)
-                first_order = None
-                if is_step:
-                    if (direction := step.forecast()) is None:
-                        return measurement.unknown(STEP_NOT_FINITE)
-                    if causes:
-                        first_order = measurement.with_causes(direction, step, update)
-                    if self._beside is not None:
-                        self._beside.begins(measurement, step, "")
-                else:
-                    assert update is not None
-                    first_order, direction = along_mean_gradients(
-                        measurement, update, self._optimizer, self._learning_rate()
-                    )
-                return self._stepped(measurement, direction, first_order, measurement.sample(), self._beside)[0]
-
     @contextlib.contextmanager
     def _beside_forgets(self) -> Iterator[None]:
         """Around a forecast: what is measured beside it keeps nothing afterwards, however the forecast ends."""
@@ -417,7 +380,7 @@ class EntropyChangeProbe:
         self,
         measurement: EntropyMeasurement,
         direction: Direction,
-        first_order: FirstOrder | None = None,
+        found: EntropyForecast,
         before: Scored | None = None,
         beside: Beside | None = None,
     ) -> tuple[EntropyForecast, Scored | None]:
@@ -428,10 +391,10 @@ class EntropyChangeProbe:
             scored = measurement.scored_after()
             if is_step and now.rounded_away and measurement.is_unchanged(scored):
                 return measurement.unknown(STEP_ROUNDED_AWAY, rounded_away=now.rounded_away), None
-            after = measurement.after(scored, before, beside)
+            found = measurement.after(found, scored, before, beside)
         is_rounded = is_step or not self._scorer.adds_residuals
-        forecast = measurement.forecast(first_order, after, rounded_away=now.rounded_away if is_rounded else 0.0)
-        return forecast, None if after is None else scored
+        forecast = measurement.forecast(found, rounded_away=now.rounded_away if is_rounded else 0.0)
+        return forecast, scored if scored.is_finite else None
 
     def _factor(self, gradient_scale: float | Tensor) -> float:
         scale = as_factor("gradient_scale", gradient_scale)
@@ -441,23 +404,19 @@ class EntropyChangeProbe:
 
     def _at_entry(
         self, measurement: EntropyMeasurement, step: PolicyStep, update: Rollouts | None, causes: bool
-    ) -> FirstOrder | None:
-        """Whatever is measured at θ around a real step, which is watched from here on."""
+    ) -> tuple[EntropyForecast, Direction | None]:
+        """Whatever is measured at θ; and the step that is forecast, None if it cannot be, or is not finite."""
         if not self._options.is_step:
             assert update is not None
-            step.watch(whole=False)
-            return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())[0]
-        first_order, direction, why_not = None, None, ""
-        if causes or self._beside is not None:
-            if not (why_not := step.why_no_forecast()):
-                direction = step.forecast()
-                why_not = "" if direction is not None else f"on entry, {STEP_NOT_FINITE}"
-            if causes and direction is not None:
-                first_order = measurement.with_causes(direction, step, update)
-            if self._beside is not None:
-                self._beside.begins(measurement, step, why_not)
-        step.watch(whole=direction is not None)
-        return first_order
+            return along_mean_gradients(measurement, update, self._optimizer, self._learning_rate())
+        found, direction, why_not = measurement.known, None, step.why_no_forecast()
+        if not why_not and (direction := step.forecast()) is None:
+            why_not = f"on entry, {STEP_NOT_FINITE}"
+        if causes and direction is not None:
+            found = measurement.with_causes(direction, step, update)
+        if self._beside is not None:
+            self._beside.begins(measurement, step, why_not)
+        return found, direction
 
     @contextlib.contextmanager
     def _measuring(
@@ -466,8 +425,7 @@ class EntropyChangeProbe:
         """A measurement that leaves the training state as it was; None if the policy's scores are not finite."""
         self._n_calls += 1
         with preserve_training_state(self._model):
-            # Before the first check, whose forwards reach the peak already.
-            cost = Cost(next(self._model.parameters()).device)
+            cost = Cost()
             self._scorer.check(evaluation)
             with cost.phase("scores"):
                 base = self._scorer.scored(evaluation)
@@ -498,7 +456,7 @@ class EntropyChangeProbe:
 
     def _learning_rate(self) -> float:
         """η: the `step_size` of the options, or the optimizer's learning rate."""
-        if (step_size := self._options.gradients.step_size) is not None:
+        if (step_size := self._options.step_size) is not None:
             return step_size
         rates = {float(group["lr"]) for group in unwrap_optimizer(self._optimizer).param_groups}
         if len(rates) > 1:
@@ -506,10 +464,7 @@ class EntropyChangeProbe:
         return rates.pop()
 
     def _unknown(self, reason: str) -> EntropyForecast:
-        options = self._options
-        return EntropyForecast(
-            reason=reason, objective=options.objective, update="step" if options.is_step else "gradient"
-        )
+        return EntropyForecast(reason=reason, objective=self._options.objective, update=self._options.update)
 
 
 class ForecastPace:

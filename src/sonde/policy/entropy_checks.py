@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sonde.console import stack_level
-from sonde.parallel.model_state import can_checkpoint
 from sonde.parallel.placements import is_fsdp1, local_tensor, reshard
 from sonde.parallel.process_groups import digest, gather_from_all_ranks
 from sonde.parallel.unwrap import unwrap_optimizer
@@ -44,22 +42,14 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def check_model(model: nn.Module, parameters: Sequence[Tensor], *, has_checkpoints: bool) -> None:
-    """Refuse a model whose parameters are not trainable, not tied by name, or cut by FSDP's first version.
-
-    Also refused is checkpointing of a model that has no method for it.
-    """
+def check_model(model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Refuse a model whose parameters are not trainable, not tied by name, or cut by FSDP's first version."""
     if any(is_fsdp1(type(m)) for m in model.modules()):
         raise ValueError("FSDP's first version does not tell how it cuts parameters: use fully_shard (FSDP2)")
     if _overlap(parameters):
         raise ValueError(
             f"two parameters of the model ({type(model).__name__}) share memory, so a step of one moves the other too, "
             "and no derivative knows that: tie them as one parameter, such as by a.weight = b.weight"
-        )
-    if has_checkpoints and not can_checkpoint(model):
-        raise ValueError(
-            f"checkpoint=True needs a model of transformers, got {type(model).__name__}: turn checkpointing on in "
-            "your model, and leave checkpoint out"
         )
 
 
@@ -207,14 +197,11 @@ def check_responses(
         )
     if update is not None and update.advantage is None:
         raise ValueError("update responses need their advantages: pass advantage= to Rollouts")
-    has_function = callable(options.sequence_weights)
-    # A function has another repr on every rank: whether there is one is compared.
-    named = dataclasses.replace(options, sequence_weights="one") if has_function else options
     own = {
         "E": evaluation.prompt.cpu(),
         "U": torch.zeros(0, dtype=torch.long) if update is None else update.prompt.cpu(),
         "given": torch.tensor([[evaluation.log_prob is not None, update is not None, bool(causes)]]),
-        "options": torch.tensor([digest((has_function, named))]),
+        "options": torch.tensor([digest(options)]),
         "terms": torch.tensor([digest(() if update is None else sorted(update.other_terms()))]),
     }
     prompts = gather_from_all_ranks(group, lambda: own)

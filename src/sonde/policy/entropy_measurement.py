@@ -10,27 +10,19 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sonde.parallel.devices import peak_bytes
 from sonde.policy.entropy_options import EntropyChangeOptions
 from sonde.policy.policy_step import PolicyStep
 from sonde.policy.scoring.optimizer_step import Direction, dot, fit_to_gradients, gradient_for
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch, Scored, ScoreDerivatives, Scorer
-from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
+from sonde.policy.stats.attribution import Causes, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import EntropyObjective
-from sonde.policy.stats.entropy_forecast import (
-    AfterStep,
-    EntropyForecast,
-    FirstOrder,
-    before_update,
-    entropy_forecast,
-)
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, before_update, judged, with_change
 from sonde.policy.stats.entropy_gradient import Coefficients, Scores, on_same_prefixes_coefficients
 from sonde.policy.stats.importance import (
     FiniteStep,
@@ -40,8 +32,6 @@ from sonde.policy.stats.importance import (
     prefix_weights,
     resampled_change,
 )
-
-_STATUS = Path("/proc/self/status")
 
 
 class Beside(Protocol):
@@ -112,26 +102,28 @@ class EntropyMeasurement:
         return prefix_weights(base.log_prob, base.sampled_log_prob, base.responses, self._options.clip_at)
 
     @functools.cached_property
-    def _known(self) -> EntropyForecast:
+    def known(self) -> EntropyForecast:
+        """What E says of the policy at θ: a forecast without the change."""
         return before_update(
             self.base,
             self.objective,
-            "step" if self._options.is_step else "gradient",
+            self._options.update,
             sampled_log_prob=self.base.sampled_log_prob,
             prefix_weights=self.prefix_weights,
         )
 
-    def along_step(self, step: Direction) -> FirstOrder:
-        """The change along a given step."""
+    def along_step(self, step: Direction) -> EntropyForecast:
+        """The change to first order along a given step."""
         with self.cost.phase("derivatives"):
             d = self.derivatives(self.base, step)
             change = self.objective.change(self.base, d.along, self.prefix_weights)
-            if (on_same_prefixes := change.sharpening) is None or self.objective.kind == "sequence":
-                [on_same] = d.along([on_same_prefixes_coefficients(self.base.responses)])
-                on_same_prefixes = float(on_same.mean())
-            return FirstOrder(change, on_same_prefixes, change.delta, d.doubt)
+            if (linear := change.sharpening) is None or self.objective.kind == "sequence":
+                [on_same_prefixes] = d.along([on_same_prefixes_coefficients(self.base.responses)])
+                linear = float(on_same_prefixes.mean())
+            of = {"fixed_prefixes": FixedPrefixes(None, linear), "bars_dot": change.delta, "doubt": d.doubt}
+            return with_change(self.known, "first_order", change, self.base.responses, **of)
 
-    def with_causes(self, direction: Direction, step: PolicyStep, update: Rollouts | None) -> FirstOrder:
+    def with_causes(self, direction: Direction, step: PolicyStep, update: Rollouts | None) -> EntropyForecast:
         """The change along the optimizer's step, split into momentum, this batch and weight decay.
 
         Args:
@@ -139,20 +131,20 @@ class EntropyMeasurement:
             step: what makes its parts.
             update: U with advantages, to split this batch's part by prompt; None leaves it whole.
         """
-        first_order = self.along_step(direction)
-        found = CausesOfBatch()
+        forecast, found, doubt = self.along_step(direction), dict[str, Any](), ""
         with self.cost.phase("causes"):
             # X̄ gives every part of the step by a product with it: no further pass over E.
-            x = self.at_work(self.entropy_gradient())
+            x = self.entropy_gradient()
             momentum, decay = dot(x, step.part("momentum")), dot(x, step.part("decay"))
             if update is not None:
                 # This batch's δH is X̄·Δ, and Δ is linear in the gradient. So δH = c D·∇ Σ credit·s, where D is the
                 # step that the optimizer would take along X̄.
                 to_entropy = step.part("batch", along=gradient_for(step.optimizer, x))
                 del x
-                found = self._causes_by_prompt(step.optimizer, update, to_entropy)
-        causes = Causes.of(first_order.change.delta, found, momentum=momentum, decay=decay)
-        return dataclasses.replace(first_order, causes=causes, doubt=first_order.doubt or found.doubt)
+                found, doubt = self._causes_by_prompt(step.optimizer, update, to_entropy)
+        assert forecast.bars_dot is not None
+        causes = Causes.of(forecast.bars_dot, momentum=momentum, decay=decay, **found)
+        return dataclasses.replace(forecast, causes=causes, doubt=forecast.doubt or doubt)
 
     def sample(self) -> Scored | None:
         """Fresh responses of the parameters as they are; None without a sampler."""
@@ -172,22 +164,25 @@ class EntropyMeasurement:
         return torch.equal(now.log_prob, base.log_prob) and torch.equal(now.entropy, base.entropy)
 
     def after(
-        self, now: Scored, before: Scored | None, beside: Beside | None = None, why_another: str = ""
-    ) -> AfterStep | None:
-        """What scores after the step say; parameters hold θ⁺.
+        self,
+        found: EntropyForecast,
+        now: Scored,
+        before: Scored | None,
+        beside: Beside | None = None,
+        why_another: str = "",
+    ) -> EntropyForecast:
+        """What scores after the step say besides; parameters hold θ⁺.
 
         Args:
+            found: what is known at θ; unchanged if the policy's scores are not finite at θ⁺.
             now: what `scored_after` gave.
             before: what `sample` gave at θ.
             beside: has begun at θ.
             why_another: why the step was not what it was at θ; empty if it was.
-
-        Returns:
-            None if the policy's scores are not finite at θ⁺.
         """
         base = self.base
         if not now.is_finite:
-            return None
+            return found
         importance = None
         if base.outside is None:  # with truncation, a response counts no more once one of its tokens has left
             importance = importance_sampled_change(
@@ -197,9 +192,18 @@ class EntropyMeasurement:
         rollouts = None
         if before is not None and (after := self.sample()) is not None:
             rollouts = resampled_change(before, after, self.objective)
-        on_same_prefixes = fixed_prefix_change(base, now, self.prefix_weights)
-        more = None if beside is None else beside.ends(self, now, finite_step, why_another)
-        return AfterStep(finite_step, on_same_prefixes, importance, rollouts, more)
+        linear = None if found.fixed_prefixes is None else found.fixed_prefixes.linear
+        return with_change(
+            found,
+            "finite_step",
+            finite_step.change,
+            base.responses,
+            support=finite_step.support,
+            fixed_prefixes=FixedPrefixes(fixed_prefix_change(base, now, self.prefix_weights), linear),
+            importance=importance,
+            rollouts=rollouts,
+            coefficient_to_hold=None if beside is None else beside.ends(self, now, finite_step, why_another),
+        )
 
     def change_to(self, now: Scores, start: Scores | None = None) -> FiniteStep:
         """The change of the entropy to where E has these scores: from θ, or from another policy that scored E."""
@@ -213,43 +217,32 @@ class EntropyMeasurement:
             tokens_may_leave=base.outside is not None,
         )
 
-    def forecast(
-        self,
-        first_order: FirstOrder | None,
-        after: AfterStep | None,
-        *,
-        is_same_step: bool = True,
-        rounded_away: float | None = None,
-    ) -> EntropyForecast:
+    def forecast(self, found: EntropyForecast, *, rounded_away: float | None = None) -> EntropyForecast:
         """The forecast, made of what the phases gave.
 
         Args:
-            first_order: the change to first order; needed with update="gradient".
-            after: what scores after the step say; None if they are not finite.
-            is_same_step: whether both are of the same step.
+            found: what is known at θ and after the step.
             rounded_away: part of the step that parameters of 16 bits do not hold; None if unknown.
         """
-        made = entropy_forecast(
-            self._known, first_order, after, self.base.responses, self.objective, is_same_step=is_same_step
-        )
         return dataclasses.replace(
-            made,
+            judged(found, self.base.responses, self.objective),
             n_update=self._n_update,
             precision=self.scorer.precision,
             why_precision=self.scorer.why_precision,
             rounded_away=rounded_away,
             seconds=self.cost.seconds,
-            peak_bytes=self.cost.peak_bytes(),
         )
 
     def unknown(self, reason: str, *, rounded_away: float | None = None) -> EntropyForecast:
         """A forecast that could not be made, with what is known at θ."""
-        return dataclasses.replace(self._known, reason=reason, rounded_away=rounded_away)
+        return dataclasses.replace(self.known, reason=reason, rounded_away=rounded_away)
 
-    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> CausesOfBatch:
+    def _causes_by_prompt(self, optimizer: Any, update: Rollouts, to_entropy: Direction) -> tuple[dict[str, Any], str]:
         """Each update prompt's part of the change along this batch's part of the step.
 
-        Nothing is known if all advantages or gradients are 0.
+        Returns:
+            Arguments of `Causes.of`, none if all advantages or gradients are 0; and why derivatives are not to be
+            trusted.
         """
         learned, credit, others = self.scorer.credited(update)
         on_log_prob = sum((of.on_log_prob for of in others.values()), start=credit)
@@ -263,20 +256,20 @@ class EntropyMeasurement:
             learned.own(on_log_prob / size),
             learned.own(on_entropy / size) if bool(on_entropy.any()) else None,
         )
-        fit = fit_to_gradients(gradient_for(optimizer, self.at_work(ascent)))
+        fit = fit_to_gradients(gradient_for(optimizer, ascent))
         del ascent
         if fit is None:
-            return CausesOfBatch()
+            return {}, ""
         d = self.derivatives(learned, to_entropy)
         rewarded, penalised, *of_others = d.along([*credit_by_sign(credit), *others.values()])
         scale = fit.factor / size
         prompts = causes_by_prompt(rewarded, penalised, learned.responses, scale)
         terms = {name: scale * float(of.sum()) for name, of in zip(others, of_others, strict=True)}
-        return CausesOfBatch(prompts, terms, fit.cosine, d.doubt)
+        return {"prompts": prompts, "terms": terms, "cosine": fit.cosine}, d.doubt
 
     def derivatives(self, batch: Batch, direction: Direction) -> ScoreDerivatives:
         """Derivatives of the scores of all ranks."""
-        return self.scorer.derivatives(batch, self.at_work(direction))
+        return self.scorer.derivatives(batch, direction)
 
     def entropy_gradient(self, half: Tensor | None = None) -> Direction:
         """X̄ over all prompts; or over a half of them, given as a mask of all ranks' responses."""
@@ -285,18 +278,9 @@ class EntropyMeasurement:
     def gradient(
         self, rollouts: Rollouts, on_log_prob: Tensor, on_entropy: Tensor | None = None, rows: Tensor | None = None
     ) -> Direction:
-        """∇ Σ (on_log_prob·s + on_entropy·H), as `Scorer.gradient` gives it."""
-        dtype = self._options.gradients.buffer_dtype
-        assert isinstance(dtype, torch.dtype)
-        return self.scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows, dtype=dtype)
-
-    def put_away(self, direction: Direction) -> Direction:
-        """The direction on the CPU, with offload."""
-        return {p: v.cpu() for p, v in direction.items()} if self._options.gradients.offload else direction
-
-    def at_work(self, direction: Direction) -> Direction:
-        """The direction on the parameters' devices and in their dtypes, of 32 bits at least."""
-        return {p: v.to(p.device, torch.promote_types(p.dtype, torch.float32)) for p, v in direction.items()}
+        """∇ Σ (on_log_prob·s + on_entropy·H), in the parameters' dtypes, of 32 bits at least."""
+        found = self.scorer.gradient(rollouts, on_log_prob, on_entropy, rows=rows)
+        return {p: v.to(torch.promote_types(p.dtype, torch.float32)) for p, v in found.items()}
 
     def mean(self, coefficients: Coefficients, half: Tensor | None = None) -> Direction:
         """The gradient of coefficients, a mean over all prompts or over a half of them."""
@@ -309,15 +293,9 @@ class EntropyMeasurement:
 
 
 class Cost:
-    """Counts seconds and memory from its creation on.
+    """Counts the seconds of each phase."""
 
-    Args:
-        device: the model's device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._peak = _peak_bytes(device)
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """Seconds by phase."""
 
@@ -329,20 +307,3 @@ class Cost:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def peak_bytes(self) -> int | None:
-        """Growth of the process's peak memory; None if the system does not report it."""
-        if self._peak is None:
-            return None
-        now = _peak_bytes(self._device)
-        return None if now is None else now - self._peak
-
-
-def _peak_bytes(device: torch.device) -> int | None:
-    """The peak so far: allocated memory on a device, resident memory on Linux."""
-    if device.type != "cpu":
-        return peak_bytes(device)
-    if not _STATUS.exists():
-        return None
-    [line] = [line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM")]
-    return 1024 * int(line.split()[1])

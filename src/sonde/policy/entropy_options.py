@@ -1,58 +1,15 @@
-"""The options of an `EntropyChangeProbe`, and its metrics."""
+"""The options of an `EntropyChangeProbe`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
 
 from sonde.policy.scoring.precision import Precision
-from sonde.policy.scoring.summed_gradient import DTYPES
 from sonde.policy.stats.entropy_change import Objective, SequenceWeights
+from sonde.policy.stats.entropy_forecast import Update
 from sonde.record_values import whole_number
-
-_SHORT = {"fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class MeanGradients:
-    """The textbook's update: η times the mean of the update prompts' gradients, preconditioned by Adam's second moment.
-
-    The forecast is to first order. The scatter of the update prompts counts in its standard error too.
-
-    Attributes:
-        step_size: η; None for the optimizer's learning rate.
-        buffer_dtype: dtype of summed gradients, also as "fp32" or "fp16".
-        offload: keep summed gradients on the CPU while they are not needed.
-        checkpoint: turn on gradient checkpointing during backwards; for models of transformers. A training that
-            checkpoints is measured so in any case.
-
-    Raises:
-        ValueError: for an option outside its range.
-
-    Example:
-        >>> MeanGradients(buffer_dtype="fp16", offload=True).buffer_dtype
-        torch.float16
-    """
-
-    step_size: float | None = None
-    buffer_dtype: torch.dtype | str = torch.float32
-    offload: bool = False
-    checkpoint: bool = False
-
-    def __post_init__(self) -> None:
-        given = self.buffer_dtype
-        if isinstance(given, str):
-            object.__setattr__(self, "buffer_dtype", _SHORT.get(given, getattr(torch, given, given)))
-        _check_choice("buffer_dtype", self.buffer_dtype, DTYPES)
-        for name in ("offload", "checkpoint"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
-            raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
 
 
 @dataclass(frozen=True)
@@ -62,12 +19,12 @@ class EntropyChangeOptions:
     Attributes:
         objective: which entropy: "per_token" for R = E[Σ H]/E[T], in nats a token; "sequence" for E[−Σ w s], in nats a
             response.
-        sequence_weights: w of the "sequence" objective: "one"; one over the response's "length"; one over the "longest"
-            length among the prompt's responses; or a function of the mask, [responses, tokens], and the prompts,
-            [responses], that returns [responses, tokens]. What a function depends on is found out by calling it with
-            other masks.
+        sequence_weights: w of the "sequence" objective: "one", or one over the response's "length".
         update: which update: "step" for the optimizer's own step, of any size, from scores before and after it; or
-            `MeanGradients`, with "gradient" for the defaults of it.
+            "gradient" for the textbook's: η times the mean of the update prompts' gradients, preconditioned by Adam's
+            second moment. It is forecast to first order, and the scatter of the update prompts counts in its standard
+            error too.
+        step_size: η of "gradient"; None for the optimizer's learning rate.
         micro_batch_prompts: number of prompts scored at a time.
         clip_at: largest weight of a response after the step, as a multiple of the mean weight at its position: less
             variance and some bias. None leaves the weights self-normalised.
@@ -86,7 +43,8 @@ class EntropyChangeOptions:
 
     objective: Objective = "per_token"
     sequence_weights: SequenceWeights = "one"
-    update: Literal["step", "gradient"] | MeanGradients = "step"
+    update: Update = "step"
+    step_size: float | None = None
     micro_batch_prompts: int = 2
     clip_at: float | None = None
     precision: Precision = "float32"
@@ -95,13 +53,13 @@ class EntropyChangeOptions:
 
     def __post_init__(self) -> None:
         _check_choice("objective", self.objective, ("per_token", "sequence"))
-        if not isinstance(self.update, MeanGradients) and self.update not in ("step", "gradient"):
-            raise ValueError(f"update must be step, gradient or a sonde.MeanGradients(...), got {self.update!r:.60}")
-        if not callable(self.sequence_weights):
-            _check_choice("sequence_weights", self.sequence_weights, ("one", "length", "longest"))
+        _check_choice("update", self.update, ("step", "gradient"))
+        _check_choice("sequence_weights", self.sequence_weights, ("one", "length"))
         _check_choice("precision", self.precision, ("float32", "model"))
         for name, n in (("micro_batch_prompts", self.micro_batch_prompts), ("every", self.every)):
             object.__setattr__(self, name, whole_number(f"{name} must be a whole number", n))
+        if self.step_size is not None and not _is_between(0, self.step_size, math.inf):
+            raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}")
         if self.clip_at is not None and not _is_between(1, self.clip_at, math.inf):
             raise ValueError(f"clip_at must be above 1, as a multiple of the mean weight, got {self.clip_at!r}")
         if self.budget is not None and not _is_between(0, self.budget, 1):
@@ -111,11 +69,6 @@ class EntropyChangeOptions:
     def is_step(self) -> bool:
         """Whether the update is the optimizer's own step."""
         return self.update == "step"
-
-    @property
-    def gradients(self) -> MeanGradients:
-        """How gradients are summed."""
-        return self.update if isinstance(self.update, MeanGradients) else MeanGradients()
 
     def needs_own_responses(self, *, causes: bool = False) -> str:
         """The option, if there is one, for which evaluation responses must be the policy's own, without `log_prob=`.

@@ -10,7 +10,7 @@ from sonde.policy.stats.attribution import Cause, Causes, Share
 from sonde.policy.stats.columns import METRICS
 from sonde.policy.stats.entropy_comparison import EntropyComparison, EntropyDifference
 from sonde.policy.stats.entropy_forecast import EntropyForecast
-from sonde.policy.stats.forecast_point import ComparedLoss, Per, Point, forecast_point
+from sonde.policy.stats.forecast_point import ComparedLoss, Per, forecast_point
 from sonde.policy.stats.policy_alerts import PolicyAlerts
 from sonde.policy.stats.policy_entropy import PolicyEntropy
 from sonde.record_values import as_json, metric_values, step_number
@@ -46,8 +46,6 @@ class PolicyLog:
     def __init__(self, log: LogOrPlaces, *, setup: Mapping[str, object] | None = None) -> None:
         self.alerts: dict[str, str] = {}
         """Alerts so far: the first message of each name."""
-        self.points: list[Point] = []
-        """Entropies, forecasts and truths so far."""
         self._alerts = PolicyAlerts()
         self._step = 0
         self._per: Per = "token"
@@ -85,7 +83,6 @@ class PolicyLog:
         self._step = step
         point = forecast_point(step, metrics, self._per, "" if forecast is None else forecast.reason)
         if forecast is not None or point.entropy is not None:
-            self.points.append(point)
             self._alerts.add(point)
         positions = () if forecast is None else forecast.by_position
         if not positions and entropy is not None:

@@ -22,15 +22,15 @@ from sonde.policy.entropy_measurement import EntropyMeasurement
 from sonde.policy.scoring.optimizer_step import Direction, has_second_moment, widened
 from sonde.policy.scoring.rollouts import Rollouts
 from sonde.policy.scoring.scorer import Batch
-from sonde.policy.stats.attribution import Causes, CausesOfBatch, causes_by_prompt, credit_by_sign
+from sonde.policy.stats.attribution import Causes, causes_by_prompt, credit_by_sign
 from sonde.policy.stats.entropy_change import change_by_gradients
-from sonde.policy.stats.entropy_forecast import FirstOrder
+from sonde.policy.stats.entropy_forecast import EntropyForecast, FixedPrefixes, with_change
 from sonde.policy.stats.entropy_gradient import on_same_prefixes_coefficients
 
 
 def along_mean_gradients(
     measurement: EntropyMeasurement, update: Rollouts, optimizer: Any, step_size: float
-) -> tuple[FirstOrder, Direction]:
+) -> tuple[EntropyForecast, Direction]:
     """The change along η Ȳ, the mean of the update prompts' preconditioned gradients times η.
 
     Returns:
@@ -43,7 +43,7 @@ def along_mean_gradients(
     on_update = credit * learned.responses.share[:, None]
     with measurement.cost.phase("gradients"):
         # X̄₁ and X̄₂, the means of X over halves of the evaluation prompts; then Ȳ.
-        halves = [(half, measurement.put_away(measurement.entropy_gradient(half))) for half in responses.halves()]
+        halves = [(half, measurement.entropy_gradient(half)) for half in responses.halves()]
         y, precondition = _update_gradient(measurement, update, learned, on_update, optimizer)
     with measurement.cost.phase("derivatives"):
         # X_n·Ȳ is the derivative of prompt n's terms along Ȳ; Y_p·X̄₁ is that of prompt p's terms along P X̄₁.
@@ -54,8 +54,7 @@ def along_mean_gradients(
         )
         y_along_halves, doubts = [], [along_y.doubt]
         rewarded, penalised = (torch.zeros(n_update, dtype=torch.float64) for _ in range(2))
-        for half, stored in halves:
-            direction = measurement.at_work(stored)
+        for half, direction in halves:
             precondition(direction)
             along_half = measurement.derivatives(learned, direction)
             doubts.append(along_half.doubt)
@@ -73,16 +72,19 @@ def along_mean_gradients(
         sharpening=sharpening if bool(coefficients.on_entropy.any()) else None,
     )
     prompts = causes_by_prompt(rewarded, penalised, learned.responses, step_size / n_update)
-    first_order = FirstOrder(
+    found = with_change(
+        measurement.known,
+        "first_order",
         change,
-        step_size * float(on_same_prefixes.mean()),
-        change.delta / step_size,
-        next(filter(None, doubts), ""),
-        Causes.of(change.delta, CausesOfBatch(prompts)),
+        responses,
+        fixed_prefixes=FixedPrefixes(None, step_size * float(on_same_prefixes.mean())),
+        bars_dot=change.delta / step_size,
+        doubt=next(filter(None, doubts), ""),
+        causes=Causes.of(change.delta, prompts),
     )
     for vector in y.values():
         vector.mul_(step_size)
-    return first_order, y
+    return found, y
 
 
 def _update_gradient(
@@ -95,9 +97,7 @@ def _update_gradient(
     halves, sizes = [], []
     for half in masks:
         sizes.append(float(responses.share[half].sum()))  # number of prompts
-        mean = measurement.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows])
-        halves.append(measurement.put_away(mean))
-    halves = [measurement.at_work(half) for half in halves]
+        halves.append(measurement.gradient(update, learned.own(on_log_prob) / sizes[-1], None, half[learned.rows]))
     precondition = Preconditioner(optimizer, halves)
     y, *others = halves
     for parameter, part in y.items():

@@ -68,8 +68,7 @@ class PolicyEntropyProbe:
         have the entropy on the evaluation responses.
 
         Raises:
-            ValueError: if this rank has no response, if the responses are scored at another temperature than they were
-                sampled at, or if the scores are not finite.
+            ValueError: if this rank has no response, or if the scores are not finite.
             RuntimeError: if another rank has raised an error.
         """
         with together(self._group):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -26,7 +25,7 @@ from sonde.policy.scoring.rollouts import Rollouts, TokenStatistics
 from sonde.policy.scoring.scorer import Scorer
 from sonde.policy.scoring.token_statistics import as_statistics, check_scorable, checked_scores
 from sonde.policy.stats.columns import OF_PROMPTS
-from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
+from sonde.policy.stats.prompt_noise import RunningPromptNoise, solve_prompts
 from sonde.stats.columns import Columns, taken
 from sonde.stats.intervals import Status
 from sonde.stats.sealed_state import check_identity, parameters_digest, sealed, unsealed
@@ -150,10 +149,9 @@ class PromptNoiseProbe:
         All completions of a prompt must be on one rank. Ranks of tensor parallelism get the same responses.
 
         Raises:
-            ValueError: without responses or advantages; if responses are scored at another temperature than they were
-                sampled at; if two ranks hold completions of one prompt; if ranks that work on the same responses were
-                given others; if two forwards of the model do not agree; under FSDP2, while gradients wait to be
-                reduced.
+            ValueError: without responses or advantages; if two ranks hold completions of one prompt; if ranks that work
+                on the same responses were given others; if two forwards of the model do not agree; under FSDP2, while
+                gradients wait to be reduced.
         """
         if self._ranks is None:
             self._ranks = prompt_ranks(self._model, self._process_group, self._mesh)
@@ -194,7 +192,7 @@ class PromptNoiseProbe:
                 "the gradients of these responses are not finite, so this window was left out: look for NaN in the "
                 "scores, the advantages and the weights"
             )
-        self._running.update(solve_prompts(_prompt_norms(gathered), sq_norm_big))
+        self._running.update(solve_prompts(*_by_prompt(gathered), sq_norm_big))
         return self.reading()
 
     def _check_responses(self, rollouts: Rollouts, ranks: PromptRanks) -> None:
@@ -250,7 +248,7 @@ class PromptNoiseProbe:
 
         Raises:
             ValueError: when it is damaged, or of another version, of other parameters, or of another `weighs`
-                or temperature; nothing is changed then.
+                or token statistics; nothing is changed then.
         """
         contents = unsealed("prompt-noise probe state", state)
         check_identity(contents["what"], self._identity)
@@ -270,35 +268,27 @@ class PromptNoiseProbe:
 def _identity(model: nn.Module, statistics: TokenStatistics, weighs: str) -> dict[str, object]:
     """What is measured, for the saved state. Averages of something else must not be continued."""
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    temperature = getattr(statistics, "temperature", "not known")
-    if temperature is None:
-        temperature = "the responses' own"
     return {
         "probe": PromptNoiseProbe.__name__,
         "weighs": weighs,
-        "temperature": float(temperature) if isinstance(temperature, Real) else str(temperature),
+        "token statistics": type(statistics).__name__,
         "parameters": parameters_digest(
             [name for name, _ in trained], [None if is_lazy(p) else tuple(p.shape) for _, p in trained]
         ),
     }
 
 
-def _prompt_norms(gathered: Mapping[str, Tensor]) -> list[PromptNorms]:
-    """The norms of each prompt, from the rows of all ranks.
+def _by_prompt(gathered: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The squared norms and the counts of each prompt, from the rows of all ranks.
 
     Raises:
         ValueError: when ranks with responses of their own hold completions of one prompt.
     """
-    rows_by_prompt: dict[int, list[int]] = {}
-    for row, prompt in enumerate(gathered["prompt"].tolist()):
-        rows_by_prompt.setdefault(prompt, []).append(row)
-    of_prompts = []
-    for rows in rows_by_prompt.values():
-        if len(gathered["data_rank"][rows].unique()) > 1:
-            raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
-        # Ranks that share a prompt each have a part of its squares, and know the same counts.
-        whole, s1, s2 = gathered["sq_norms"][rows].sum(0).tolist()
-        w1, w2, n1, n2 = gathered["counts"][rows[0]].tolist()
-        split = PromptNorms(whole, w1 + w2, (s1, s2), (w1, w2), (n1, n2))
-        of_prompts.append(split if n2 else PromptNorms(whole, w1))
-    return of_prompts
+    prompts, index = gathered["prompt"].unique(return_inverse=True)
+    # Ranks that share a prompt each have a part of its squares, and know the same counts.
+    sq_norms = torch.zeros(len(prompts), 3, dtype=torch.float64).index_add_(0, index, gathered["sq_norms"])
+    counts, ranks = torch.zeros(len(prompts), 4, dtype=torch.float64), torch.zeros_like(prompts)
+    counts[index], ranks[index] = gathered["counts"], gathered["data_rank"]
+    if not torch.equal(ranks[index], gathered["data_rank"]):
+        raise ValueError("completions of one prompt are on several ranks: its group must be whole on one of them")
+    return sq_norms, counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_wrong_inputs_are_refused(inputs: dict[str, Tensor], message: str) -> No
 def test_logits_are_divided_by_the_temperature() -> None:
     model = policy()
     E = drawn(model, 0, 4, seed=1)
-    s, h = CausalLMStatistics(temperature=2.0)(model, E)
+    s, h = CausalLMStatistics()(model, dataclasses.replace(E, temperature=2.0))
     logits = model(E.inputs["input_ids"])[:, 1:-1] / 2.0
     log_p = logits.log_softmax(-1)
     assert torch.allclose(h, -(log_p.exp() * log_p).sum(-1), atol=1e-6)

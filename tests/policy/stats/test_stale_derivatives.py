@@ -55,7 +55,7 @@ def test_the_standard_error_is_that_of_leaving_out_each_prompt() -> None:
     responses, prompts, picked = sampled(200, 4, torch.Generator().manual_seed(3), tiny.probabilities(OLD))
 
     def change(rows: torch.Tensor) -> EntropyChange:
-        at, kept = (prompts[rows], picked[rows]), responses.rows(rows)
+        at, kept = (prompts[rows], picked[rows]), Responses(responses.mask[rows], responses.index[rows])
         along = along_tokens((J.entropy @ longer)[at], (J.log_prob @ longer)[at], kept)
         return change_per_token(H[at], kept, along, prefix_weights=prefix_weights(S[at], S_OLD[at], kept))
 

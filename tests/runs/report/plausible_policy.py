@@ -71,7 +71,6 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
         "cost/entropy_seconds_scores": 0.1,
         "cost/entropy_seconds_scores_after": 0.12,
         "cost/entropy_seconds_rollouts": 0.03,
-        "cost/entropy_peak_bytes": 225e6,
     }
     if has_noise:
         is_resolved = i > 4

@@ -50,7 +50,6 @@ def test_verdict_first_then_every_section(tmp_path: Path) -> None:
         "Variance of the change over its square 0.25 % 0.25 % Change to first order, or X̄·Ȳ (nats)",
         "Test that the responses are the policy's own (standard errors)",
         "Time of the forecast 400 ms 400 ms Of these, drawing evaluation responses 150 ms 150 ms",
-        "Growth of the peak memory 225 MB 225 MB",
         "Reward",
         "How this was measured",
     ]
@@ -138,12 +137,12 @@ NOTHING = {"shares": [], "causes": None}
                 "No change of entropy was forecast in this run.",
                 "No forecast can be compared with fresh responses",
                 "Not known yet Measure on: nothing can be advised yet.",
-                "It is not known yet whether the policy's entropy holds: 1 nats a token at step 36",
+                "It is not known yet whether the policy's entropy holds: 1.000 nats a token at step 36",
             ],
         ),
         (
             {"metrics": {"entropy/update_token_weighted": 1.0, "entropy/update_token_weighted_se": 0.02}, **NOTHING},
-            ["Entropy holds Go on: the policy explores as it did.", "The policy's entropy holds: 1.00 ± 0.0"],
+            ["Entropy holds Go on: the policy explores as it did.", "The policy's entropy holds: 1.000 ± 0.0"],
         ),
         (
             {"metrics": {"gns_prompts/prompts_per_window": 8.0}, **NOTHING},

@@ -106,7 +106,6 @@ class Scorer:
         prompts_each: number of prompts in a micro-batch.
         group: the ranks that hold different responses; None for this process alone.
         precision: in which arithmetic responses are scored.
-        checkpoints: whether backwards checkpoint the layers of a model of transformers.
     """
 
     def __init__(
@@ -116,14 +115,11 @@ class Scorer:
         prompts_each: int,
         group: dist.ProcessGroup | None,
         precision: Precision = "model",
-        *,
-        checkpoints: bool = False,
     ) -> None:
         self._wrapped = model
         self._model = unwrap_model(model)  # the forward of DDP would issue collectives
         self._statistics = statistics
         self._prompts_each = prompts_each
-        self._checkpoints = checkpoints
         self._group = group
         self._is_sharded = any(map(is_fully_sharded, model.modules()))
         self.precision: Precision = precision
@@ -258,7 +254,6 @@ class Scorer:
         on_entropy: Tensor | None = None,
         *,
         rows: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> Direction:
         """∇ Σ (on_log_prob·s + on_entropy·H) over the tokens of all ranks.
 
@@ -267,7 +262,6 @@ class Scorer:
             on_log_prob: constants, [responses, tokens] of this rank.
             on_entropy: constants, [responses, tokens] of this rank; 0 by default.
             rows: mask of this rank's responses that count, [responses]; all by default.
-            dtype: dtype of the sums.
         """
         rollouts = rollouts.untruncated()
         some = torch.arange(len(rollouts)) if rows is None else rows.nonzero()[:, 0]
@@ -287,9 +281,8 @@ class Scorer:
 
         n_ranks = self._group.size() if self._group is not None else 1
         reshard(self._wrapped)
-        checkpoints = checkpointing(self._model) if self._checkpoints else contextlib.nullcontext()
-        with torch.enable_grad(), checkpoints, self._arithmetic():
-            parts, flat = summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks, dtype=dtype)
+        with torch.enable_grad(), checkpointing(self._model), self._arithmetic():
+            parts, flat = summed_gradient(weighted, self._wrapped, batches, n_ranks=n_ranks)
         self.agree()
         if flat is not None and (work := start_reduce(flat, self._group)):
             work.wait()

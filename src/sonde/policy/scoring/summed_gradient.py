@@ -15,8 +15,6 @@ from sonde.parallel.model_state import preserve_gradients
 from sonde.parallel.placements import fsdp_groups, is_fully_sharded
 from sonde.policy.scoring.optimizer_step import Direction
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
 
 def summed_gradient(
     function: Callable[[Any], Tensor],
@@ -24,7 +22,6 @@ def summed_gradient(
     batches: Sequence[Any],
     *,
     n_ranks: int = 1,
-    dtype: torch.dtype = torch.float32,
 ) -> tuple[Direction, Tensor | None]:
     """∇ Σ function(batch), for every trainable parameter, over the batches of this rank.
 
@@ -35,11 +32,11 @@ def summed_gradient(
         model: plain, wrapped in DDP, or fully sharded.
         batches: this rank's micro-batches; under FSDP2 as many on every rank.
         n_ranks: under FSDP2, the number of ranks that it reduces over.
-        dtype: dtype of the buffer. FSDP2 has no buffer, and reduces in the dtype of its own mixed precision.
 
     Returns:
         Each parameter's part, sharded as the parameter, 0 if it was not used; and the buffer that all parts are views
-        of, to be summed over ranks: None under FSDP2, which has summed over them.
+        of, fp32, to be summed over ranks: None under FSDP2, which has summed over them in the dtype of its own mixed
+        precision.
 
     Raises:
         ValueError: for parameters whose gradient another hook consumes after accumulation, as an optimizer in the
@@ -51,7 +48,7 @@ def summed_gradient(
         check_nothing_waits(model)
         with preserve_gradients(parameters):
             return _under_fsdp(function, model, parameters, batches, n_ranks), None
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device)
     views = flat.split([p.numel() for p in parameters])
     sums: Direction = {p: view.view(p.shape) for p, view in zip(parameters, views, strict=True)}
 

@@ -23,17 +23,8 @@ class CausalLMStatistics:
 
     `Rollouts.inputs` holds `input_ids`, [responses, length], with the prompt first: the mask belongs to the last
     columns. With padding, it also holds `attention_mask` of the same shape. All other inputs go to the model unchanged.
-
-    Args:
-        temperature: temperature of the sampler, by which logits are divided. None, the default, takes that of the
-            rollouts.
+    Logits are divided by the rollouts' temperature.
     """
-
-    temperature: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.temperature is not None and not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
 
     def __call__(self, model: nn.Module, rollouts: Rollouts, /) -> tuple[Tensor, Tensor]:
         """s_k and H_k in nats, fp32 or fp64, [responses, tokens]."""
@@ -50,10 +41,8 @@ class CausalLMStatistics:
             inputs["use_cache"] = False
         output: Any = model(**inputs)
         logits = output if isinstance(output, Tensor) else output.logits
-        temperature: float | Tensor | None = self.temperature
-        if temperature is None:
-            given = rollouts.temperature
-            temperature = rollouts.per_token("temperature") if isinstance(given, Tensor) else given
+        given = rollouts.temperature
+        temperature = rollouts.per_token("temperature") if isinstance(given, Tensor) else given
         how = rollouts.truncation
         # The logits at a position are those of the next token.
         return statistics_of_logits(logits[:, -n_tokens - 1 : -1], ids[:, -n_tokens:], temperature=temperature, **how)
@@ -99,18 +88,17 @@ def as_statistics(given: object) -> TokenStatistics:
 
 
 def check_scorable(name: str, rollouts: object, statistics: object) -> None:
-    """Refuse what cannot be scored: no rollouts, empty ones, or those sampled at a temperature of their own.
+    """Refuse what cannot be scored: no rollouts, or empty ones.
 
     No forward runs: so an error on one rank leaves no other rank in a collective of a sharded model.
 
     Args:
         name: of the responses, for the message.
         rollouts: the responses.
-        statistics: what scores them. If it has an attribute `temperature`, and this is not None, it is what responses
-            are scored at.
+        statistics: what scores them.
 
     Raises:
-        ValueError: naming both temperatures; or of the statistics' own check.
+        ValueError: also of the statistics' own check.
     """
     if not isinstance(rollouts, Rollouts):
         raise ValueError(
@@ -123,15 +111,6 @@ def check_scorable(name: str, rollouts: object, statistics: object) -> None:
         )
     if isinstance(statistics, CausalLMStatistics):
         statistics.check_inputs(rollouts)
-    if (scored_at := getattr(statistics, "temperature", None)) is None:
-        return
-    each = rollouts.per_token("temperature")[rollouts.mask.bool()].double()
-    agrees = torch.isclose(each, torch.full_like(each, scored_at))
-    if not bool(agrees.all()):
-        raise ValueError(
-            f"{name} were sampled at temperature {float(each[~agrees][0]):g}, and are scored at {scored_at}: leave the "
-            "temperature of the token statistics out, so that the responses' own counts"
-        )
 
 
 def checked_scores(scores: object, mask: Tensor) -> tuple[Tensor, Tensor]:

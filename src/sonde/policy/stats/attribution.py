@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,23 +62,6 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class CausesOfBatch:
-    """The parts of a batch's change.
-
-    Attributes:
-        prompts: of the update prompts; None if they are not known.
-        terms: of the loss's other terms, by name.
-        cosine: as in `Causes`.
-        doubt: why derivatives of the parts are not to be trusted; empty if they are.
-    """
-
-    prompts: tuple[Cause, ...] | None = None
-    terms: Mapping[str, float] = field(default_factory=dict)
-    cosine: float | None = None
-    doubt: str = ""
-
-
-@dataclass(frozen=True)
 class Causes:
     """Where the change comes from.
 
@@ -106,20 +89,22 @@ class Causes:
     terms: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, delta: float, batch: CausesOfBatch, *, momentum: float | None = None, decay: float = 0.0) -> Causes:
-        """The causes of a change. What momentum and decay leave is this batch's.
-
-        Args:
-            delta: the change in nats.
-            batch: the parts of the batch's.
-            momentum: the change along the momentum part of the step; None if the update has none.
-            decay: the change along its weight-decay part.
-        """
-        rest = delta - ((momentum or 0.0) + decay)
+    def of(
+        cls,
+        delta: float,
+        prompts: tuple[Cause, ...] | None = None,
+        *,
+        terms: Mapping[str, float] | None = None,
+        cosine: float | None = None,
+        momentum: float | None = None,
+        decay: float = 0.0,
+    ) -> Causes:
+        """The causes of a change in nats, from the other attributes. What momentum and decay leave is this batch's."""
+        rest, terms = delta - ((momentum or 0.0) + decay), terms or {}
         explained = None
-        if batch.prompts is not None and rest:
-            explained = (sum(cause.change for cause in batch.prompts) + sum(batch.terms.values())) / rest
-        return cls(momentum, rest, decay, batch.prompts or (), explained, batch.cosine, batch.terms)
+        if prompts is not None and rest:
+            explained = (sum(cause.change for cause in prompts) + sum(terms.values())) / rest
+        return cls(momentum, rest, decay, prompts or (), explained, cosine, terms)
 
     @property
     def other(self) -> float | None:
@@ -130,47 +115,32 @@ class Causes:
     @property
     def doubt(self) -> str:
         """Why the prompts' parts are not to be trusted; empty if they are."""
-        parts = [*(cause.change for cause in self.prompts), *self.terms.values()]
-        return doubt_of_parts(self.batch, self.explained, parts, cosine=self.cosine)
+        if self.cosine is not None and self.cosine < 0.0:
+            return (
+                f"the loss's gradient is against that of advantage × log-probability (cosine {self.cosine:.2f}): pass "
+                "the advantages of this step, and terms= and entropy_bonus= if it has them, with the signs that lower "
+                "the loss"
+            )
+        if self.cosine is not None and self.cosine < _LEAST_COSINE:
+            return (
+                f"the loss's gradient differs from that of advantage × log-probability (cosine {self.cosine:.2f}): "
+                "pass all responses that this step learns from, and other terms of the loss, such as a KL penalty or "
+                "an entropy bonus, by Rollouts(terms=, entropy_bonus=), in the unit of the advantages"
+            )
+        # Parts may cancel: an error that is small beside them is harmless.
+        size = math.hypot(*(cause.change for cause in self.prompts), *self.terms.values())
+        if self.other is None or abs(self.other) <= _OFF_AT_MOST * max(abs(self.batch), size):
+            return ""
+        return (
+            f"the parts of prompts and terms add up to {self.batch - self.other:+.1e} nats, and the batch's part is "
+            f"{self.batch:+.1e}: the rest is from terms other than advantage × log-probability, such as a KL penalty "
+            "or an entropy bonus, which Rollouts(terms=, entropy_bonus=) would name, or from dropout"
+        )
 
 
 def unexplained(batch: float | None, explained: float | None) -> float | None:
     """The part of a batch's change that is no prompt's, in nats; None if unknown."""
     return None if batch is None or explained is None else batch * (1.0 - explained)
-
-
-def doubt_of_parts(
-    batch: float | None, explained: float | None, parts: Iterable[float], *, cosine: float | None = None
-) -> str:
-    """Why the prompts' parts of a batch's change are not to be trusted; empty if they are.
-
-    Args:
-        batch: the batch's change in nats; None if unknown.
-        explained: the sum of the prompts' parts over it; None if unknown.
-        parts: the prompts' parts. They may cancel: an error that is small beside them is harmless.
-        cosine: cosine similarity of the loss's gradient and that of advantage × log-probability; None if unknown.
-    """
-    if cosine is not None and cosine < 0.0:
-        return (
-            f"the loss's gradient is against that of advantage × log-probability (cosine {cosine:.2f}): pass the "
-            "advantages of this step, and terms= and entropy_bonus= if it has them, with the signs that lower the loss"
-        )
-    if cosine is not None and cosine < _LEAST_COSINE:
-        return (
-            f"the loss's gradient differs from that of advantage × log-probability (cosine {cosine:.2f}): pass all "
-            "responses that this step learns from, and other terms of the loss, such as a KL penalty or an entropy "
-            "bonus, by Rollouts(terms=, entropy_bonus=), in the unit of the advantages"
-        )
-    if batch is None or explained is None:
-        return ""
-    size = max(abs(batch), math.hypot(*parts))
-    if abs(explained - 1.0) * abs(batch) <= _OFF_AT_MOST * size:
-        return ""
-    return (
-        f"the parts of prompts and terms add up to {explained * batch:+.1e} nats, and the batch's part is "
-        f"{batch:+.1e}: the rest is from terms other than advantage × log-probability, such as a KL penalty or an "
-        "entropy bonus, which Rollouts(terms=, entropy_bonus=) would name, or from dropout"
-    )
 
 
 def shares_by_prompt(change: EntropyChange, responses: Responses) -> tuple[Share, ...]:

@@ -102,8 +102,6 @@ OF_FORECAST: Columns = {
     "cost/entropy_seconds": _listed("seconds", "time of the forecast", lambda of: sum(of.seconds.values()), duration),
     **{f"cost/entropy_seconds_{phase}": _listed("seconds", f"of these, {what}", f"seconds.{phase}", duration)
        for phase, what in _PHASES.items()},
-    "cost/entropy_peak_bytes": _listed(
-        "bytes", "growth of the peak memory", "peak_bytes", lambda n: f"{number(n / 1e6)} MB"),
 }  # fmt: skip
 """Numbers of an `EntropyForecast`."""
 OF_ENTROPY: Columns = {

@@ -3,27 +3,19 @@
 Along a given update Δθ, the change is a mean over evaluation prompts: each prompt contributes its own derivative along
 Δθ, and the standard error is that of the mean. Along the mean gradient of update prompts, both batches scatter.
 
-The entropy is R, of a token, or that of whole responses, H_w = E[−Σ_k w_k s_k]. What w_k depends on decides about
-everything else:
+The entropy is R, of a token, or that of whole responses, H_w = E[−Σ_k w_k s_k]:
 
-    nothing        w_k is the same whatever was sampled: 1, or a constant of the training. Then H_w = E[Σ_k w_k H_k],
-                   and ∇H_w = E[Σ_k w_k ∇H_k + Σ_k (Σ_{j>k} w_j H_j − b_k)·∇s_k]
-    a response     w_k depends on the response itself, as one over its length does. Then s_k stays:
-                   ∇H_w = −E[(S_w − S_w of the other responses)·∇S] − E[∇S_w],  S_w = Σ_k w_k s_k, S = Σ_k s_k
-    a group        w_k depends on the other responses to the prompt too, as one over the longest length does. Then each
-                   response also moves the others' weights:
-                   ∇H_w = −E[(Σ_i S_w,i − the same sum without the response)·∇S] − E[∇S_w], a mean over the group
+    w_k = 1             H_w = E[Σ_k H_k], and ∇H_w = E[Σ_k ∇H_k + Σ_k (Σ_{j>k} H_j − b_k)·∇s_k]
+    w_k = 1/length      w_k depends on what was sampled, so s_k stays:
+                        ∇H_w = −E[(S_w − S_w of the other responses)·∇S] − E[∇S_w],  S_w = Σ_k w_k s_k, S = Σ_k s_k
 
-The term E[∇S_w] is 0 where w_k depends on nothing. Without it, the gradient of an enumerable policy is 10–18 % wrong
-for one over the length (`tests/policy/stats/test_entropy_gradient.py`).
+Without the term E[∇S_w], the gradient of an enumerable policy is 10–18 % wrong for one over the length
+(`tests/policy/stats/test_sequence_entropy.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,16 +28,15 @@ from sonde.policy.stats.entropy_gradient import (
     Responses,
     Scores,
     per_token_coefficients,
+    standard_error,
     token_and_prefix_weights,
     weighted_sums,
 )
 from sonde.stats.intervals import LEVEL, student_t_quantile
 
 Objective = Literal["per_token", "sequence"]
-SequenceWeights = Literal["one", "length", "longest"] | Callable[[Tensor, Tensor], Tensor]
-"""w_k: 1; one over the response's length; one over the longest length among the prompt's responses; or a function of
-the mask, [responses, tokens], and the prompts, [responses], that returns [responses, tokens]."""
-DependsOn = Literal["nothing", "response", "group"]
+SequenceWeights = Literal["one", "length"]
+"""w_k: 1, or one over the response's length."""
 
 SE_UNKNOWN = "its standard error is not known"
 _ROUNDING = 0.02
@@ -53,33 +44,63 @@ _ROUNDING = 0.02
 fewer."""
 
 
+def with_error(value: float | None, se: float | None) -> str:
+    """A change and its standard error, in words."""
+    if value is None:
+        return "unknown"
+    return f"{value:+.2e} ± {'unknown' if se is None else f'{se:.1e}'}"
+
+
 @dataclass(frozen=True)
 class EntropyChange:
-    """The change of entropy along an update, to first order.
+    """The change of entropy along an update: to first order, or by a finite step.
 
     Attributes:
         delta: the change in nats (a token, for the per-token objective).
-        se: its standard error; None if unknown.
-        low: lower end of its confidence interval, by Student's t; None if unknown.
-        high: upper end of the interval; None if unknown.
-        reason: why a number is unknown or doubtful; empty otherwise.
         per_prompt: s_n of each evaluation prompt, [prompts], in the order of the prompts' numbers. Their mean is
             `delta`.
         sharpening_per_prompt: the part of s_n from distributions that change at the same prefixes, [prompts]; None if
             this part is not measured.
         v_x: variance of `delta` from the evaluation prompts; None if unknown.
         v_y: variance of `delta` from the update prompts; 0 for a given update, None if unknown.
+        degrees: of freedom of the standard error, for Student's t.
+        widened: factor of the interval beyond that.
+        reason: why a number is unknown or doubtful; empty otherwise.
     """
 
     delta: float
-    se: float | None
-    low: float | None
-    high: float | None
-    reason: str
     per_prompt: Tensor
     sharpening_per_prompt: Tensor | None
     v_x: float | None
     v_y: float | None = 0.0
+    degrees: float = 1.0
+    widened: float = 1.0
+    reason: str = ""
+
+    @property
+    def se(self) -> float | None:
+        """The standard error of `delta`; None if unknown."""
+        if self.v_x is None or self.v_y is None or self.v_x + self.v_y < 0.0:
+            return None
+        return math.sqrt(self.v_x + self.v_y)
+
+    @property
+    def interval(self) -> tuple[float, float] | tuple[None, None]:
+        """Both ends of the confidence interval of `delta`, by Student's t; None if unknown."""
+        if self.se is None:
+            return None, None
+        half = student_t_quantile(0.5 + LEVEL / 2, self.degrees) * self.se * self.widened
+        return self.delta - half, self.delta + half
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the interval."""
+        return self.interval[0]
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the interval."""
+        return self.interval[1]
 
     @property
     def sharpening(self) -> float | None:
@@ -119,16 +140,13 @@ class EntropyObjective:
         return -token_weights(self.weights, responses) * responses.tokens("log_prob", scores.log_prob)
 
     def causal_terms(self, scores: Scores) -> Tensor:
-        """H_k, or w_k H_k, which has less scatter than −w_k s_k; [responses, tokens].
+        """H_k, which has less scatter than −s_k; [responses, tokens]. Only for an entropy that `is_causal`."""
+        return scores.responses.tokens("entropy", scores.entropy)
 
-        Their sum has the same expectation as `terms` only if w_k depends on nothing that was sampled.
-        """
-        entropy = scores.responses.tokens("entropy", scores.entropy)
-        return entropy if self.kind == "per_token" else token_weights(self.weights, scores.responses) * entropy
-
-    def depends_on(self, responses: Responses) -> DependsOn:
-        """What the token weights depend on."""
-        return "nothing" if self.kind == "per_token" else depends_on(self.weights, responses)
+    @property
+    def is_causal(self) -> bool:
+        """Whether token weights depend on nothing that was sampled, so that `causal_terms` have the same mean."""
+        return self.kind == "per_token" or self.weights == "one"
 
     def coefficients(self, scores: Scores, prefix_weights: Tensor | None = None) -> Coefficients:
         """The weights of the tokens' gradients in the gradient of the entropy.
@@ -169,17 +187,17 @@ def change_per_token(
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
     weights, _ = token_and_prefix_weights(responses, prefix_weights)
-    h, t = weighted_sums(entropy, responses, weights)
-    length = float(t.mean())
-    rate = float(h.mean()) / length
+    sums = weighted_sums(entropy, responses, weights)
+    length = float(sums.weight.mean())
     coefficients = per_token_coefficients(entropy, responses, prefix_weights=prefix_weights)
     # d̄, the derivative of the mean length: token k's log-probability moves the likelihood of the tokens after it.
     after = torch.where(responses.mask, responses.after(weights), 0.0)
     of_length = Coefficients(torch.zeros_like(after), responses.share[:, None] * after)
     shares, sharpening, d_length = along([coefficients, coefficients.entropy_alone(), of_length])
     delta = float(shares.mean())
-    influence = shares - delta * t / length - float(d_length.mean()) / length * (h - rate * t) / length
-    return _change(delta, influence, shares, sharpening)
+    on_rate, on_length = sums.above(sums.ratios()), sums.weight[:, 0] / length
+    influence = shares - delta * on_length - float(d_length.mean()) / length * on_rate
+    return _by_influence(delta, shares, sharpening, influence)
 
 
 def change_of_sequences(coefficients: Coefficients, along: Along) -> EntropyChange:
@@ -194,7 +212,7 @@ def change_of_sequences(coefficients: Coefficients, along: Along) -> EntropyChan
     else:
         [shares], sharpening = along([coefficients]), None
     delta = float(shares.mean())
-    return _change(delta, shares - delta, shares, sharpening)
+    return _by_influence(delta, shares, sharpening, shares - delta)
 
 
 def change_by_gradients(
@@ -218,24 +236,25 @@ def change_by_gradients(
         step_size: η.
         sharpening: the part of X_n·Ȳ from distributions that change at the same prefixes, if known.
     """
-    x, y = x_along_y.double(), y_along_x.double()
-    delta = float(x.mean())
-    sharpening = None if sharpening is None else step_size * sharpening.double()
-    change = EntropyChange(step_size * delta, None, None, None, "", step_size * x, sharpening, None, None)
-    if min(len(x), len(y)) < 2:
+    x, y, n = x_along_y.double(), y_along_x.double(), min(len(x_along_y), len(y_along_x))
+    mean, v_x, v_y, reason = float(x.mean()), None, None, ""
+    if n < 2:
         reason = (
             f"{SE_UNKNOWN}: it needs at least 2 prompts to evaluate and 2 to update on, got {len(x)} and {len(y)}: "
             "pass more prompts"
         )
-        return dataclasses.replace(change, reason=reason)
-    doubt = ""
-    if not math.isclose(delta, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std())):
-        doubt = (
-            f"the mean of X_n·Ȳ and the mean of Y_p·X̄ should both be X̄·Ȳ, got {delta:g} and {float(y.mean()):g}: "
-            "derivatives or sums are lost in rounding"
-        )
-    v_x, v_y = _variance_of_mean(x, x), _variance_of_mean(*(half.double() for half in y_along_halves))
-    return _with_interval(change, min(len(x), len(y)), step_size**2 * v_x, step_size**2 * v_y, doubt)
+    else:
+        v_x = step_size**2 * _variance_of_mean(x, x)
+        v_y = step_size**2 * _variance_of_mean(*(half.double() for half in y_along_halves))
+        if not math.isclose(mean, float(y.mean()), rel_tol=_ROUNDING, abs_tol=_ROUNDING * float(x.std())):
+            reason = (
+                f"the mean of X_n·Ȳ and the mean of Y_p·X̄ should both be X̄·Ȳ, got {mean:g} and {float(y.mean()):g}: "
+                "derivatives or sums are lost in rounding"
+            )
+        if v_x + v_y < 0.0:
+            reason = f"{SE_UNKNOWN}: the estimates of the variances cancel: use more prompts"
+    sharpening = None if sharpening is None else step_size * sharpening.double()
+    return EntropyChange(step_size * mean, step_size * x, sharpening, v_x, v_y, n - 1, reason=reason)
 
 
 def _variance_of_mean(a: Tensor, b: Tensor) -> float:
@@ -244,141 +263,47 @@ def _variance_of_mean(a: Tensor, b: Tensor) -> float:
     return float(((a - a.mean()) * (b - b.mean())).sum()) / (n * (n - 1))
 
 
-def _change(delta: float, influence: Tensor, shares: Tensor, sharpening: Tensor | None) -> EntropyChange:
-    n = len(influence)
-    change = EntropyChange(delta, None, None, None, "", shares, sharpening, None)
-    if n < 2:
-        reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
-        return dataclasses.replace(change, reason=reason)
-    return _with_interval(change, n, float(influence.square().sum()) / (n * (n - 1)))
+def _by_influence(delta: float, shares: Tensor, sharpening: Tensor | None, influence: Tensor) -> EntropyChange:
+    """A change whose standard error is that of the mean of the prompts' influences on it."""
+    n, se = len(influence), standard_error(influence)
+    if se is None:
+        return EntropyChange(delta, shares, sharpening, None, reason=too_few(n))
+    return EntropyChange(delta, shares, sharpening, se * se, degrees=n - 1)
 
 
-def _with_interval(change: EntropyChange, n: int, v_x: float, v_y: float = 0.0, doubt: str = "") -> EntropyChange:
-    """The change with its standard error and interval, from variances over n prompts at least."""
-    if v_x + v_y < 0.0:
-        reason = f"{SE_UNKNOWN}: the estimates of the variances cancel: use more prompts"
-        return dataclasses.replace(change, v_x=v_x, v_y=v_y, reason=reason)
-    se = math.sqrt(v_x + v_y)
-    half = student_t_quantile(0.5 + LEVEL / 2, n - 1) * se
-    low, high = change.delta - half, change.delta + half
-    return dataclasses.replace(change, se=se, low=low, high=high, v_x=v_x, v_y=v_y, reason=doubt)
+def too_few(n: int) -> str:
+    """Why there is no standard error."""
+    return f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
 
 
 def token_weights(weights: SequenceWeights, responses: Responses) -> Tensor:
-    """w_k of every token, fp64, 0 outside the mask; [responses, tokens].
-
-    Raises:
-        ValueError: if a function returns another shape, or a number that is not finite.
-    """
-    if weights == "one":
-        return responses.mask.double()
-    if weights == "length":
-        return responses.mask / responses.length[:, None]
-    if weights == "longest":
-        longest = torch.zeros(responses.n_prompts, dtype=torch.float64)
-        longest = longest.scatter_reduce_(0, responses.index, responses.length, "amax")
-        return responses.mask / longest[responses.index][:, None]
-    made = weights(responses.mask, responses.prompts[responses.index])
-    if not isinstance(made, Tensor):
-        raise ValueError(f"sequence_weights must return a tensor, [responses, tokens], got {type(made).__name__}")
-    return responses.tokens("sequence_weights", made.detach().cpu())
-
-
-def depends_on(weights: SequenceWeights, responses: Responses) -> DependsOn:
-    """What the weights depend on. For a function, it is found out: by other masks, and without some responses.
-
-    Raises:
-        ValueError: for a function whose weights depend on the responses to other prompts.
-    """
-    if weights == "one":
-        return "nothing"
-    if weights in ("length", "longest"):
-        return "response" if weights == "length" else "group"
-    made = token_weights(weights, responses)
-    full, short = torch.ones_like(responses.mask), responses.mask & (responses.mask.cumsum(1) == 1)
-    for half in responses.halves():
-        for own, others in itertools.product((responses.mask, short), (full, short)):
-            before, after = (torch.where(half[:, None], own, rest) for rest in (responses.mask, others))
-            if _differ(weights, responses, before, after, half):
-                raise ValueError(
-                    "sequence_weights gives a response other weights if responses to other prompts change, so each "
-                    "response moves the weights of all prompts, and no equation of sonde holds for that: let weights "
-                    "depend on the responses to the same prompt only, or divide by a constant"
-                )
-    everyone = torch.ones_like(responses.index, dtype=torch.bool)
-    if not any(_differ(weights, responses, responses.mask, other, everyone) for other in (full, short)):
-        return "nothing"
-    for kept in _without_one(responses):
-        if not torch.equal(token_weights(weights, responses.rows(kept)), made[kept]):
-            return "group"
-    return "response"
-
-
-def _differ(weights: SequenceWeights, responses: Responses, mask: Tensor, other: Tensor, rows: Tensor) -> bool:
-    """Whether two masks give tokens that both have different weights, in some of the responses."""
-    both = mask & other & rows[:, None]
-    a, b = (token_weights(weights, Responses(m, responses.prompts[responses.index]))[both] for m in (mask, other))
-    return not torch.allclose(a, b, rtol=1e-6, atol=0.0)  # functions may compute in 32 bits
+    """w_k of every token, fp64, 0 outside the mask; [responses, tokens]."""
+    return responses.mask.double() if weights == "one" else responses.mask / responses.length[:, None]
 
 
 def sequence_coefficients(
     log_prob: Tensor, entropy: Tensor, responses: Responses, weights: SequenceWeights = "one"
 ) -> Coefficients:
-    """Coefficients of ∇H_w, by the equation for what the weights depend on.
+    """Coefficients of ∇H_w, by the equation for its weights.
 
     Args:
         log_prob: s_k in nats, [responses, tokens].
         entropy: H_k in nats, [responses, tokens].
-        responses: which tokens count. Weights that depend on something need at least 2 responses to every prompt.
+        responses: which tokens count. One over the length needs at least 2 responses to every prompt.
         weights: w_k.
 
     Raises:
         ValueError: for one response to a prompt, where 2 are needed.
     """
-    w, share = token_weights(weights, responses), responses.share[:, None]
-    depends = depends_on(weights, responses)
-    if depends == "nothing":
-        to_go = torch.where(responses.mask, responses.after(w * responses.tokens("entropy", entropy)), 0.0)
+    share = responses.share[:, None]
+    if weights == "one":
+        to_go = torch.where(responses.mask, responses.after(responses.tokens("entropy", entropy)), 0.0)
         to_go = to_go - responses.mean_at_position_of_other_prompts(to_go)
-        return Coefficients(on_entropy=share * w, on_log_prob=share * to_go)
-    log_prob = responses.tokens("log_prob", log_prob)
+        return Coefficients(on_entropy=share * responses.mask, on_log_prob=share * to_go)
+    w, log_prob = token_weights(weights, responses), responses.tokens("log_prob", log_prob)
     weighted = (w * log_prob).sum(1)
-    if depends == "response":
-        credit = weighted - responses.leave_one_out(weighted)
-    else:
-        credit = _sum_without_each(weighted, log_prob, responses, weights)
+    credit = weighted - responses.leave_one_out(weighted)
     # Minus: entropy falls if likely responses become more likely. The plus sign of some implementations gives the
     # opposite direction.
     on_log_prob = -credit[:, None] * responses.mask - w
     return Coefficients(torch.zeros_like(log_prob), share * on_log_prob)
-
-
-def _sum_without_each(weighted: Tensor, log_prob: Tensor, responses: Responses, weights: SequenceWeights) -> Tensor:
-    """Σ_i S_w,i over the group, minus its expectation without the response: a baseline that knows nothing of it."""
-    responses.leave_one_out(weighted)  # refuses prompts with one response
-    n = 1.0 / responses.share
-    credit: Tensor = responses.per_prompt(weighted)[responses.index] * n
-    for kept in _without_one(responses):
-        others = responses.rows(kept)
-        sums = (token_weights(weights, others) * log_prob[kept]).sum(1)
-        left_out = torch.ones(len(n), dtype=torch.bool)
-        left_out[kept] = False
-        rows = left_out.nonzero()[:, 0]
-        # Every prompt is in `others`, in the same order. n·mean of n − 1 responses stands for the sum of n.
-        place = torch.searchsorted(others.prompts, responses.prompts[responses.index[rows]])
-        credit[rows] -= others.per_prompt(sums)[place] * n[rows]
-    return credit
-
-
-def _without_one(responses: Responses) -> list[Tensor]:
-    """Rows of all responses but one of every prompt: without the first, without the second, and so on.
-
-    Prompts keep their only response.
-    """
-    n_seen = [0] * responses.n_prompts
-    rank = torch.zeros(len(responses.length), dtype=torch.long)
-    for row, prompt in enumerate(responses.index.tolist()):
-        rank[row] = n_seen[prompt]
-        n_seen[prompt] += 1
-    is_alone = responses.share == 1.0
-    return [((rank != k) | is_alone).nonzero()[:, 0] for k in range(max(n_seen)) if max(n_seen) > 1]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from sonde.policy.stats.attribution import Share, shares_by_prompt
+from sonde.policy.stats.entropy_change import with_error
 from sonde.policy.stats.entropy_forecast import EntropyForecast, why_no_support
 from sonde.policy.stats.entropy_gradient import Responses
-from sonde.policy.stats.importance import FiniteStep, with_error
+from sonde.policy.stats.importance import FiniteStep
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
-from sonde.policy.stats.forecast_point import StepsKept, Z
+from sonde.policy.stats.forecast_point import Point, Z
 from sonde.stats.intervals import student_t_quantile
 
 Trend = Literal["holds", "falling", "fallen", "rising", "risen", "unknown"]
@@ -153,7 +153,7 @@ class Course:
         n_recent: steps of the last third; more if measurements are few.
         still_moves: whether the change of the last third went on in the later half of the third.
         n_steps: steps from the first measurement to the last.
-        kept: the measurements that count.
+        first: the first measurement.
         pace: how fast the entropy falls; None unless the fall of the last third is clear from its scatter.
     """
 
@@ -164,7 +164,7 @@ class Course:
     n_recent: int
     still_moves: bool
     n_steps: int
-    kept: StepsKept
+    first: Point
     pace: Pace | None
 
     @property
@@ -201,58 +201,56 @@ class Course:
         return has_changed and pace >= _HALF_THE_PACE * pace_of_run
 
 
-def entropy_course(kept: StepsKept) -> Course:
+def entropy_course(points: Sequence[Point]) -> Course:
     """The course of the entropy.
 
     Args:
-        kept: at least two measurements with an entropy.
+        points: at least two measurements with an entropy, none of which a restart undid.
 
     Example:
-        >>> from sonde.policy.stats.forecast_point import Point
-        >>> from sonde.policy.stats.forecast_point import steps_kept
         >>> def point(step: int, entropy: float) -> Point:
         ...     return Point(step, entropy, None, None, None, False, None, None, False, entropy_se=0.02)
-        >>> entropy_course(steps_kept([point(1, 2.7), point(28, 1.2), point(56, 0.4)])).trend
+        >>> entropy_course([point(1, 2.7), point(28, 1.2), point(56, 0.4)]).trend
         'falling'
     """
-    values = [p.entropy or 0.0 for p in kept.points]
+    values = [p.entropy or 0.0 for p in points]
+    steps = [p.step for p in points]
     n = len(values)
-    errors = entropy_errors(kept, values)
+    errors = entropy_errors(points, values)
     k = measurements_in_level(n)
-    start, now = _level(kept, values, errors, 0, k), _level(kept, values, errors, n - k, n)
-    last = kept.positions[-1]
-    third = last - (last - kept.positions[0]) / 3
-    begins = max(min(bisect_left(kept.positions, third), n - 2 * k), 0)
-    before = _level(kept, values, errors, begins, begins + k)
+    start, now = _level(points, values, errors, 0, k), _level(points, values, errors, n - k, n)
+    last = steps[-1]
+    third = bisect_left(steps, last - (last - steps[0]) / 3)
+    begins = max(min(third, n - 2 * k), 0)
+    before = _level(points, values, errors, begins, begins + k)
     recent = _change(before, now)
     halfway = (begins + n - k) // 2
-    later = now.nats - _level(kept, values, errors, halfway, halfway + k).nats
+    later = now.nats - _level(points, values, errors, halfway, halfway + k).nats
     still_moves = halfway < begins + k or later * recent.nats >= _STILL_MOVES * recent.nats**2
     return Course(
         start,
         now,
         _change(start, now),
         recent,
-        max(last - kept.positions[begins], 1),
+        max(last - steps[begins], 1),
         still_moves,
-        max(last - kept.positions[0], 1),
-        kept,
-        _falling_pace(kept, max(min(bisect_left(kept.positions, third), n - _PACE_FROM), 0), now.n),
+        max(last - steps[0], 1),
+        points[0],
+        _falling_pace(points[max(min(third, n - _PACE_FROM), 0) :], now.n),
     )
 
 
-def _falling_pace(kept: StepsKept, begin: int, n_level: int) -> Pace | None:
-    """The pace from a measurement on, if the logarithm of the entropy certainly falls.
+def _falling_pace(points: Sequence[Point], n_level: int) -> Pace | None:
+    """The pace of some measurements, if the logarithm of the entropy certainly falls.
 
     The logarithm is a random walk with a drift, and each measurement adds its own error to it. The walk's variance a
     step is that of the changes between neighbours, less what their standard errors explain.
 
     Args:
-        kept: the measurements.
-        begin: index of the first one that counts.
+        points: the measurements.
         n_level: how many of them make the present level.
     """
-    points, x = kept.points[begin:], kept.positions[begin:]
+    x = [p.step for p in points]
     n, span = len(x), x[-1] - x[0]
     if n < _PACE_FROM or min(p.entropy or 0.0 for p in points) <= 0.0 or len(set(x)) < n:
         return None
@@ -288,10 +286,10 @@ def measurements_in_level(n: int) -> int:
     return 1 if n < _SINGLE_BELOW else max(_FEWEST, min(n // _ONE_IN, _MOST))
 
 
-def _level(kept: StepsKept, values: Sequence[float], errors: Errors | None, begin: int, end: int) -> Level:
+def _level(points: Sequence[Point], values: Sequence[float], errors: Errors | None, begin: int, end: int) -> Level:
     """The level of the measurements from `begin` to before `end`. The later half of a run has the errors of its end."""
-    outermost = begin if begin == 0 else end - 1
-    label = f"at {kept.label(outermost)}" if end - begin == 1 else f"at {kept.labels(begin, end - 1)}"
+    first, last = points[begin].step, points[end - 1].step
+    label = f"at step {last:,}" if first == last else f"at steps {first:,} to {last:,}"
     if errors is None:
         return Level(sum(values[begin:end]) / (end - begin), None, label, end - begin)
     factor = errors.first if begin + end <= len(values) else errors.last
@@ -337,7 +335,7 @@ class Errors:
         return nats, factor * independent * math.sqrt(variance_factor(self.correlation, len(own)))
 
 
-def entropy_errors(kept: StepsKept, values: Sequence[float]) -> Errors | None:
+def entropy_errors(points: Sequence[Point], values: Sequence[float]) -> Errors | None:
     """The errors of a run's entropies; None if no standard error was logged.
 
     A measurement without a standard error, as that of one prompt, has the median of the others. Scatter is how far each
@@ -345,17 +343,17 @@ def entropy_errors(kept: StepsKept, values: Sequence[float]) -> Errors | None:
     good reason.
     """
     n = len(values)
-    known = [p.entropy_se for p in kept.points if p.entropy_se is not None]
+    known = [p.entropy_se for p in points if p.entropy_se is not None]
     if not known:
         return None
-    each = [median(known) if p.entropy_se is None else p.entropy_se for p in kept.points]
+    each = [median(known) if p.entropy_se is None else p.entropy_se for p in points]
     region = min(max(n // 3, _SHORTEST_REGION), _REGION)
     ends = (range(min(region, n)), range(max(n - region, 0), n))
     both = sorted({*ends[0], *ends[1]})
-    near = [_bends(kept, values, each, 1, indices) for indices in (both, *ends)]
+    near = [_bends(points, values, each, 1, indices) for indices in (both, *ends)]
     if min(map(len, near)) < _FEWEST_BENDS:
         return Errors(each)
-    correlation = _correlation(near[0], _bends(kept, values, each, 2, both))
+    correlation = _correlation(near[0], _bends(points, values, each, 2, both))
     if n < _ENLARGED_FROM:
         return Errors(each, correlation=correlation)
     first, last = (math.sqrt(median(b) / _MEDIAN_OF_CHI_SQUARED / _bend(correlation)) for b in near[1:])
@@ -375,15 +373,15 @@ def variance_factor(correlation: float, n: int) -> float:
 
 
 def _bends(
-    kept: StepsKept, values: Sequence[float], errors: Sequence[float], gap: int, indices: Sequence[int]
+    points: Sequence[Point], values: Sequence[float], errors: Sequence[float], gap: int, indices: Sequence[int]
 ) -> list[float]:
     """How far values lie from the line between neighbours, squared, over the variance of this distance."""
     bends = []
     for i in indices:
         if i < gap or i + gap >= len(values):
             continue
-        before, here, after = kept.positions[i - gap], kept.positions[i], kept.positions[i + gap]
-        if kept.starts[i - gap] != kept.starts[i + gap] or before == after:  # the restart may have changed the weights
+        before, here, after = points[i - gap].step, points[i].step, points[i + gap].step
+        if before == after:
             continue
         t = (here - before) / (after - before)
         distance = values[i] - (1 - t) * values[i - gap] - t * values[i + gap]

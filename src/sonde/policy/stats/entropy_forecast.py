@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sonde.policy.stats.attribution import Causes, Share, attribution_table, shares_by_prompt
 from sonde.policy.stats.columns import OF_FORECAST
-from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective
+from sonde.policy.stats.entropy_change import EntropyChange, EntropyObjective, Objective, with_error
 from sonde.policy.stats.entropy_gradient import Responses, Scores, surprise_sd, weighted_entropy_rate
 from sonde.policy.stats.forecast_point import LEAST_SUPPORT, LINEAR_BETWEEN, TOO_LARGE, is_near_uniform
-from sonde.policy.stats.importance import FiniteStep, MeasuredChange, Support, with_error
-from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_of_sampler, why_not_own
+from sonde.policy.stats.importance import MeasuredChange, Support
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
 from sonde.stats.columns import taken
 from sonde.stats.intervals import LEVEL
@@ -33,53 +33,15 @@ _NOT_FINITE_AFTER = "the policy's scores are not finite after the step"
 
 
 @dataclass(frozen=True)
-class FirstOrder:
-    """What derivatives say of an update.
-
-    Attributes:
-        change: the change of entropy.
-        on_same_prefixes: the change of R on the same prefixes, in nats a token.
-        bars_dot: X̄·Ȳ with update="gradient"; `change.delta` along a given step.
-        doubt: why they are not to be trusted; empty if they are.
-        causes: where the change comes from; None if not asked for.
-    """
-
-    change: EntropyChange
-    on_same_prefixes: float
-    bars_dot: float
-    doubt: str = ""
-    causes: Causes | None = None
-
-
-@dataclass(frozen=True)
-class AfterStep:
-    """What scores after a step say of it.
-
-    Attributes:
-        finite_step: the change by prefix weights.
-        on_same_prefixes: the change of R on the same prefixes, in nats a token.
-        importance: the change by weights of whole responses; None for a truncated policy.
-        rollouts: the change by fresh rollouts; None without a sampler.
-        coefficient_to_hold: what was measured beside, as by `sonde.contrib.hold_entropy`; None if nothing was.
-    """
-
-    finite_step: FiniteStep
-    on_same_prefixes: float
-    importance: MeasuredChange | None
-    rollouts: MeasuredChange | None = None
-    coefficient_to_hold: Any = None
-
-
-@dataclass(frozen=True)
 class FixedPrefixes:
     """The change of R on the same prefixes, as if the update changed no sampled token; in nats a token.
 
     Attributes:
-        true: the measured change. It is exact: on given prefixes nothing is random.
+        true: the measured change. It is exact: on given prefixes nothing is random. None if it was not measured.
         linear: the change to first order; None if no derivative was taken.
     """
 
-    true: float
+    true: float | None
     linear: float | None = None
 
     @property
@@ -103,11 +65,6 @@ class Estimate:
     se: float | None
     low: float | None
     high: float | None
-
-    @classmethod
-    def of(cls, change: EntropyChange) -> Estimate:
-        """The estimate of a change."""
-        return cls(change.delta, change.se, change.low, change.high)
 
     def __str__(self) -> str:
         return with_error(self.delta, self.se)
@@ -156,8 +113,6 @@ class EntropyForecast:
         rounded_away: part of the step, by its norm, that parameters of 16 bits do not hold after the optimizer's
             rounding; 0 for parameters of 32 bits, None if unknown.
         seconds: time spent, by phase.
-        peak_bytes: growth of the process's peak memory; 0 if the peak did not grow, None if the system does not report
-            it.
     """
 
     delta: float | None = None
@@ -195,7 +150,6 @@ class EntropyForecast:
     why_precision: str = ""
     rounded_away: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    peak_bytes: int | None = None
 
     @property
     def is_valid(self) -> bool:
@@ -282,80 +236,61 @@ def before_update(
     )
 
 
-def entropy_forecast(
-    known: EntropyForecast,
-    first_order: FirstOrder | None,
-    after: AfterStep | None,
+def with_change(
+    found: EntropyForecast,
+    name: Literal["first_order", "finite_step"],
+    change: EntropyChange,
     responses: Responses,
-    objective: EntropyObjective,
-    *,
-    is_same_step: bool = True,
+    **more: Any,
 ) -> EntropyForecast:
-    """The forecast of an update, from scores before and after it, and from derivatives if there are any.
+    """A forecast with a change of its update, which is its headline if it is of the kind that is forecast.
 
     Args:
-        known: by `before_update`.
-        first_order: the change to first order; needed with update="gradient".
-        after: what scores after the step say; None if they are not finite.
+        found: what is known so far.
+        name: of the field.
+        change: to first order, or by the finite step.
+        responses: the evaluation responses.
+        **more: other fields.
+    """
+    more[name] = Estimate(change.delta, change.se, change.low, change.high)
+    found = replace(found, **more)
+    if (name == "finite_step") != (found.update == "step"):
+        return found
+    same = ("delta", "se", "low", "high", "reason", "sharpening", "drift", "v_x", "v_y")
+    return replace(found, shares=shares_by_prompt(change, responses), **{n: getattr(change, n) for n in same})
+
+
+def judged(found: EntropyForecast, responses: Responses, objective: EntropyObjective) -> EntropyForecast:
+    """The forecast with the first reason not to trust it.
+
+    Args:
+        found: by `before_update` and `with_change`; without `finite_step` if scores are not finite after the step. With
+            update="gradient", it has `first_order`.
         responses: the evaluation responses.
         objective: which entropy is meant.
-        is_same_step: whether `first_order` and `after` are of the same step.
     """
-    forecast = replace(known, n_evaluation=responses.n_prompts)
-    is_uniform = is_near_uniform(known.entropy, known.surprise_sd)
-    headline, fixed, bend, reasons = None, None, 0.0, [_NOT_FINITE_AFTER if after is None else ""]
-    if after is not None:
-        headline = after.finite_step.change
-        linear = first_order.on_same_prefixes if first_order is not None and is_same_step else None
-        fixed = FixedPrefixes(after.on_same_prefixes, linear)
-        forecast = replace(
-            forecast,
-            finite_step=Estimate.of(headline),
-            support=after.finite_step.support,
-            fixed_prefixes=fixed,
-            importance=after.importance,
-            rollouts=after.rollouts,
-            coefficient_to_hold=after.coefficient_to_hold,
-        )
-    if first_order is not None:
-        causes = first_order.causes
-        forecast = replace(
-            forecast,
-            first_order=Estimate.of(first_order.change),
-            bars_dot=first_order.bars_dot,
-            causes=causes,
-            doubt=first_order.doubt or ("" if causes is None else causes.doubt),
-        )
-    if known.update == "gradient":
-        assert first_order is not None
-        headline = first_order.change
+    causes, fixed = found.causes, found.fixed_prefixes
+    is_uniform, bend = is_near_uniform(found.entropy, found.surprise_sd), 0.0
+    reasons = [found.reason, _NOT_FINITE_AFTER if found.finite_step is None else ""]
+    if found.update == "gradient":
         # Truths on fixed prefixes are in nats a token: this factor makes them comparable with the change.
         tokens = objective.total_weight(responses)
-        se = None if headline.se is None else headline.se / tokens
-        reasons += [first_order.doubt, why_not_linear(fixed, se, is_uniform=is_uniform)]
+        se = None if found.se is None else found.se / tokens
+        reasons += [found.doubt, why_not_linear(fixed, se, is_uniform=is_uniform)]
         # A step that is not linear moves the truth to one side: without this, the interval would not hold it.
-        if fixed is not None and fixed.linear is not None:
+        if fixed is not None and fixed.true is not None and fixed.linear is not None:
             bend = tokens * (fixed.true - fixed.linear)
-    elif after is not None:
-        reasons.append(why_no_support(after.finite_step.support, is_uniform=is_uniform))
-    if headline is not None:
-        reasons.insert(0, headline.reason)
-        forecast = replace(
-            forecast,
-            delta=headline.delta,
-            se=headline.se,
-            low=None if headline.low is None else headline.low + min(bend, 0.0),
-            high=None if headline.high is None else headline.high + max(bend, 0.0),
-            sharpening=headline.sharpening,
-            drift=headline.drift,
-            v_x=headline.v_x,
-            v_y=headline.v_y,
-            shares=shares_by_prompt(headline, responses),
-        )
-    own, sampler = known.own_policy, known.sampler
-    reasons.append("" if own is None else why_not_own(own.z, own.departure))
-    reasons.append("" if sampler is None else why_not_of_sampler(sampler.z, sampler.departure))
-    return replace(forecast, reason=next(filter(None, reasons), ""))
+    elif found.support is not None:
+        reasons.append(why_no_support(found.support, is_uniform=is_uniform))
+    reasons += [test.why_not for test in (found.own_policy, found.sampler) if test is not None]
+    return replace(
+        found,
+        n_evaluation=responses.n_prompts,
+        low=None if found.low is None else found.low + min(bend, 0.0),
+        high=None if found.high is None else found.high + max(bend, 0.0),
+        reason=next(filter(None, reasons), ""),
+        doubt=found.doubt or ("" if causes is None else causes.doubt),
+    )
 
 
 def why_no_support(support: Support, *, is_uniform: bool = False) -> str:
@@ -387,7 +322,7 @@ def why_not_linear(fixed: FixedPrefixes | None, se: float | None, *, is_uniform:
         se: the forecast's standard error, in nats a token. A deviation from first order below half of it is harmless.
         is_uniform: whether the policy is almost uniform. Then a smaller step is not the way out.
     """
-    if fixed is None or fixed.linear is None:
+    if fixed is None or fixed.true is None or fixed.linear is None:
         return ""
     harmless = max(_NO_CHANGE, 0.0 if se is None else _HARMLESS * se)
     low, high = LINEAR_BETWEEN

@@ -64,10 +64,6 @@ class Responses:
             raise ValueError(f"{name} must be finite wherever a token was sampled")
         return values
 
-    def rows(self, index: Tensor) -> Responses:
-        """The responses with these row numbers."""
-        return Responses(self.mask[index], self.prompts[self.index[index]])
-
     def per_prompt(self, per_response: Tensor) -> Tensor:
         """The mean over each prompt's responses, in the order of the prompts' numbers.
 
@@ -123,6 +119,33 @@ class Responses:
         baseline = torch.zeros_like(per_token)
         baseline[self.mask] = others[at]
         return baseline
+
+
+@dataclass(frozen=True)
+class WeightedSums:
+    """A number about a policy as a function of the prompts' weights: a sum of ratios of two sums, one for each column.
+
+    Attributes:
+        value: weighted values, fp64, [prompts, columns].
+        weight: the weights, fp64, at least 0, [prompts, columns]. A common factor of a column's values and weights
+            changes nothing.
+    """
+
+    value: Tensor
+    weight: Tensor
+
+    def ratios(self) -> Tensor:
+        """The ratio of each column, [columns]; the number is their sum."""
+        return self.value.sum(0) / self.weight.sum(0)
+
+    def without_each(self) -> Tensor:
+        """The number without each prompt, for the jackknife; [prompts]."""
+        others = (self.value.sum(0) - self.value) / (self.weight.sum(0) - self.weight)
+        return others.sum(1)
+
+    def above(self, ratios: Tensor) -> Tensor:
+        """How far each prompt lies above given ratios, [prompts]; above its own, its influence on the number."""
+        return ((self.value - ratios * self.weight) / self.weight.mean(0)).sum(1)
 
 
 class Scores(Protocol):
@@ -192,10 +215,8 @@ def weighted_entropy_rate(
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
     weights, _ = token_and_prefix_weights(responses, prefix_weights)
-    h, t = weighted_sums(entropy, responses, weights)
-    rate = float(h.mean() / t.mean())
-    # R departs from its expectation by the mean of Σ H − R·T, over E[T], to first order (the delta method).
-    return rate, standard_error((h - rate * t) / t.mean())
+    sums = weighted_sums(entropy, responses, weights)
+    return float(sums.ratios()), standard_error(sums.above(sums.ratios()))
 
 
 def standard_error(per_prompt: Tensor) -> float | None:
@@ -224,9 +245,9 @@ def per_token_coefficients(
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
     before, through = token_and_prefix_weights(responses, prefix_weights)
-    h, t = weighted_sums(entropy, responses, before)
-    rate = float(h.mean() / t.mean()) if rate is None else rate
-    mean_length = float(t.mean()) if mean_length is None else mean_length
+    sums = weighted_sums(entropy, responses, before)
+    rate = float(sums.ratios()) if rate is None else rate
+    mean_length = float(sums.weight.mean()) if mean_length is None else mean_length
     # Σ_{j>k}(H_j − R): the entropy, relative to R, of the tokens that follow the sampled one.
     above = before * (responses.tokens("entropy", entropy) - rate)
     to_go = torch.where(responses.mask, responses.after(above), 0.0)
@@ -247,16 +268,16 @@ def token_and_prefix_weights(responses: Responses, prefix_weights: Tensor | None
     return torch.where(responses.mask, before, 0.0), torch.where(responses.mask, through, 0.0)
 
 
-def weighted_sums(entropy: Tensor, responses: Responses, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Each prompt's Σ ρ H and Σ ρ, whose means have the ratio R; [prompts] each.
+def weighted_sums(entropy: Tensor, responses: Responses, weights: Tensor) -> WeightedSums:
+    """Each prompt's Σ ρ H and Σ ρ, whose ratio is R; in one column.
 
     Args:
         entropy: H_k in nats, [responses, tokens].
         responses: which tokens count.
         weights: ρ of each token, 0 outside the mask, [responses, tokens].
     """
-    h = responses.per_prompt((weights * responses.tokens("entropy", entropy)).sum(1))
-    return h, responses.per_prompt(weights.sum(1))
+    value = (weights * responses.tokens("entropy", entropy)).sum(1, keepdim=True)
+    return WeightedSums(responses.per_prompt(value), responses.per_prompt(weights.sum(1, keepdim=True)))
 
 
 def on_same_prefixes_coefficients(responses: Responses) -> Coefficients:

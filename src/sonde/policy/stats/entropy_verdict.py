@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from sonde.policy.stats.entropy_course import HOLDS_WITHIN, NO_CHANGE, Change, Course, Trend, entropy_course
-from sonde.policy.stats.forecast_point import Point, StepsKept, coverage, steps_kept
+from sonde.policy.stats.forecast_point import Point, steps_kept
 from sonde.policy.stats.policy_alerts import find_policy_alerts, pace_text
 from sonde.wording import number, percent, plural
 
@@ -24,7 +23,7 @@ class EntropyVerdict:
             "holds" if a larger change is excluded; "not_linear" if steps are too large to forecast; "unknown" if the
             measurements are too few or too noisy.
         headline: one sentence.
-        detail: the change, what to do, and the last forecast.
+        detail: the change, what to do, and why the last forecast is not to be trusted.
         basis: how the levels were made of the measurements, and what a restart did to these.
     """
 
@@ -47,24 +46,24 @@ def judge_entropy(points: Sequence[Point]) -> EntropyVerdict:
         return EntropyVerdict("unknown", "No verdict yet: no entropy was measured.", why)
     kept = steps_kept(points)
     first, now = kept.points[0], kept.points[-1]
-    course = entropy_course(kept) if len(kept.points) > 1 else None
+    course = entropy_course(kept.points) if len(kept.points) > 1 else None
     alerts = find_policy_alerts(kept.points)
     too_large = "Steps are too large to forecast." if "steps_too_large" in alerts else ""
-    record = _joined(_last_step(now), _record(points))
-    basis = _joined("" if course is None else _levels(course), _restarts(kept))
+    doubt = _doubt(now)
+    basis = _joined("" if course is None else _levels(course), _restarts(kept.n_undone))
     if "entropy_collapse" in alerts:
         message, _, remedy = alerts["entropy_collapse"].rpartition(": ")
         change = _change(course) if course is not None else ""
         return EntropyVerdict(
-            "collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, record), basis
+            "collapses", _sentence(message), _joined(_sentence(remedy), change, too_large, doubt), basis
         )
     if course is None:
-        state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at {kept.label(-1)}."
-        return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, record), basis)
+        state = f"The policy's entropy is {_nats(now.entropy, now.entropy_se)} nats a token at step {now.step:,}."
+        return EntropyVerdict("unknown", f"{state} One measurement shows no trend.", _joined(too_large, doubt), basis)
     kind: Kind = course.trend
     if too_large and kind in ("holds", "unknown"):
         kind = "not_linear"
-    detail = _joined(_change(course), _recent(course), _advice(course.trend, first, course), too_large, record)
+    detail = _joined(_change(course), _recent(course), _advice(course.trend, first, course), too_large, doubt)
     return EntropyVerdict(kind, _headline(course, kind), detail, basis)
 
 
@@ -114,24 +113,17 @@ def _recent(course: Course) -> str:
 
 
 def _amount(change: Change, of: str) -> str:
-    """A change in nats and per cent, with its 95 % interval, to the digits that the interval leaves."""
-    decimals = _decimals(change.half, 2, 3)
-    nats = f"{_fixed(change.nats, decimals)} nats a token"
+    """A change in nats and per cent, with its 95 % interval."""
     low, high = change.low, change.high
     # Per cent say nothing of almost no entropy, nor of a continuous distribution's.
     if change.of < NO_CHANGE or change.nats < -change.of:
-        if low is None or high is None:
-            return nats
-        return f"{nats} (95 % interval: {_fixed(low, decimals)} to {_fixed(high, decimals)})"
-    decimals = _decimals(None if change.half is None else 100 * change.half / change.of, 0, 1)
-    amount = f"{nats}, {_fixed_percent(change.nats / change.of, decimals)} {of}"
-    if low is None or high is None:
-        return amount
-    # An entropy of tokens cannot fall below 0.
-    ends = [_fixed_percent(max(end / change.of, -1.0), decimals) for end in (low, high)]
-    if ends[0] == ends[1]:
-        return f"{amount} (95 % interval: narrower than the digits shown)"
-    return f"{amount} (95 % interval: {ends[0]} to {ends[1]})"
+        amount, ends = f"{_nats(change.nats)} nats a token", [_nats(low), _nats(high)]
+    else:
+        # An entropy of tokens cannot fall below 0.
+        parts = [None if nats is None else max(nats / change.of, -1.0) for nats in (change.nats, low, high)]
+        part, *ends = (percent(None if of is None else round(of, 3)) for of in parts)
+        amount = f"{_nats(change.nats)} nats a token, {part} {of}"
+    return amount if change.half is None else f"{amount} (95 % interval: {ends[0]} to {ends[1]})"
 
 
 def _advice(trend: Trend, first: Point, course: Course) -> str:
@@ -158,74 +150,26 @@ def _advice(trend: Trend, first: Point, course: Course) -> str:
     return "If the reward no longer rises, add an entropy bonus, lower the learning rate, or stop here."
 
 
-def _restarts(kept: StepsKept) -> str:
-    undone = plural(kept.n_undone, "measurement")
-    are = "is" if kept.n_undone == 1 else "are"
-    left_out = f"A restart took steps again: {undone} of these steps before the restart {are} left out."
-    again = "A restart counted steps from the beginning again: the measurements before it are taken to come first."
-    return _joined(left_out if kept.n_undone else "", again if kept.starts[-1] else "")
-
-
-def _last_step(now: Point) -> str:
-    if now.delta is None:
+def _restarts(n_undone: int) -> str:
+    if not n_undone:
         return ""
-    subject = "it" if now.per == "token" else "a response's entropy"
-    delta, low, high, truth = _to_the_same_digits(now)
-    forecast = f"Step {now.step:,} was forecast to change {subject} by {delta} [{low} to {high}]"
-    if not now.is_valid:
-        return f"{forecast}: {now.reason or 'not to be trusted'}."
-    if not now.has_truth:
-        return f"{forecast}."
-    how = "fresh rollouts" if now.is_independent else "the responses after it"
-    return f"{forecast}; {how} measured {truth}."
+    undone, are = plural(n_undone, "measurement"), "is" if n_undone == 1 else "are"
+    return f"A restart took steps again: {undone} of these steps before the restart {are} left out."
 
 
-def _to_the_same_digits(point: Point) -> list[str]:
-    """A forecast, both ends of its interval and the truth, to the two digits that the interval leaves."""
-    values = (point.delta, point.low, point.high, point.truth)
-    width = 0.0 if point.low is None or point.high is None else point.high - point.low
-    if width < 1e-6:  # unknown, or too many zeros for decimals
-        return [number(value) for value in values]
-    decimals = _decimals(width / 20, 2, 7)
-    return [number(value) if value is None else _fixed(value, decimals, sign="") for value in values]
+def _doubt(now: Point) -> str:
+    """Why the last forecast is not to be trusted."""
+    if now.delta is None or now.is_valid:
+        return ""
+    return f"The forecast of step {now.step:,}: {now.reason or 'not to be trusted'}."
 
 
-def _record(points: Sequence[Point]) -> str:
-    so_far = coverage(points)
-    n_forecasts = sum(p.delta is not None for p in points)
-    n_doubtful = sum(p.delta is not None and not p.is_valid for p in points)
-    judged = f"{so_far.n_held:,} of {plural(so_far.n, 'interval')} held the change that fresh rollouts measured."
-    were = "was" if n_doubtful == 1 else "were"
-    doubtful = f"{n_doubtful:,} of {plural(n_forecasts, 'forecast')} {were} not to be trusted."
-    return _joined(judged if so_far.n else "", doubtful if n_doubtful else "")
-
-
-def _nats(value: float | None, se: float | None) -> str:
-    """An entropy with its standard error, both to the digits that the error leaves."""
-    if value is None or se is None:
-        return number(value)
-    decimals = _decimals(se, 2, 3)
-    error = f"{se:.{decimals}f}"
-    shown = error if error.strip("0.") else f"less than {10**-decimals:.{decimals}f}"
-    return f"{_fixed(value, decimals, sign='')}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{shown}"
-
-
-def _decimals(error: float | None, fewest: int, most: int) -> int:
-    """So many decimals that an error has a digit other than 0, within limits."""
-    if not error:
-        return most if error == 0 else fewest
-    return min(max(-math.floor(math.log10(error)), fewest), most)
-
-
-def _fixed(value: float, decimals: int, sign: str = "+") -> str:
-    text = f"{abs(value):,.{decimals}f}"
-    if not text.strip("0.,"):
-        return text
-    return ("\N{MINUS SIGN}" if value < 0 else sign) + text
-
-
-def _fixed_percent(fraction: float, decimals: int) -> str:
-    return f"{_fixed(100 * fraction, decimals)}\N{NO-BREAK SPACE}%"
+def _nats(value: float | None, se: float | None = None) -> str:
+    """Nats a token to a thousandth, perhaps with their standard error: what is below is noise."""
+    if value is None:
+        return number(None)
+    nats = f"{round(value, 3) + 0.0:.3f}".replace("-", "\N{MINUS SIGN}")  # + 0.0: no negative zero
+    return nats if se is None else f"{nats}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{se:.3f}"
 
 
 def _joined(*sentences: str) -> str:

@@ -7,7 +7,7 @@ prefix (see `prefix_weights.py`). In nats a token:
 
 The part that weights of 1 give is *sharpening*: distributions change at the same prefixes. The rest is *drift*:
 prefixes and lengths become more or less likely. The entropy of whole responses is a sum over positions instead, each
-with weights of mean 1. If its token weights depend on what was sampled, whole responses are weighted.
+with weights of mean 1. With token weights of one over the length, whole responses are weighted.
 
 Beside it are the change by weights of whole responses, and that by fresh responses of θ and θ⁺.
 
@@ -28,10 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective
-from sonde.policy.stats.entropy_gradient import Responses, Scores, token_and_prefix_weights, weighted_sums
+from sonde.policy.stats.entropy_change import SE_UNKNOWN, EntropyChange, EntropyObjective, too_few, with_error
+from sonde.policy.stats.entropy_gradient import Responses, Scores, WeightedSums, token_and_prefix_weights, weighted_sums
 from sonde.policy.stats.forecast_point import LEAST_MEAN_SUPPORT, LEAST_SUPPORT, MOST_UNSUPPORTED
-from sonde.stats.intervals import LEVEL, student_t_quantile
 
 LEAST_ESS_FRACTION = 0.5
 """Smallest effective sample size over the number of responses. Below it, they do not represent the responses of θ⁺."""
@@ -66,13 +65,6 @@ class Support:
         return self.unsupported <= MOST_UNSUPPORTED and self.ess_fraction >= LEAST_MEAN_SUPPORT
 
 
-def with_error(value: float | None, se: float | None) -> str:
-    """A change and its standard error, in words."""
-    if value is None:
-        return "unknown"
-    return f"{value:+.2e} ± {'unknown' if se is None else f'{se:.1e}'}"
-
-
 @dataclass(frozen=True)
 class FiniteStep:
     """The change of entropy by a step, with what says how far it is to be trusted.
@@ -97,13 +89,11 @@ class MeasuredChange:
     Attributes:
         delta: the change in nats, a token or a response.
         se: its standard error, from the scatter of the prompts; None with fewer than 2 prompts.
-        ess: effective sample size in responses, (Σω)²/Σω²; the number of responses if all weights are equal.
-        ess_fraction: `ess` over the number of responses.
+        ess_fraction: effective sample size, (Σω)²/Σω², over the number of responses; 1 if all weights are equal.
     """
 
     delta: float
     se: float | None
-    ess: float
     ess_fraction: float
 
     @property
@@ -143,41 +133,27 @@ def change_by_finite_step(
             token enters or leaves, and the error has room for jumps that no position of this sample shows.
     """
     responses, reference = before.responses, before.log_prob if reference is None else reference
-    depends_on = objective.depends_on(responses)
-
-    def weights(of: Scores) -> Tensor:
-        ratio = prefix_log_ratio(of.log_prob, reference, responses)
-        if depends_on == "nothing":
-            return weights_from(ratio[:, :-1], responses, clip_at, by_column=objective.kind == "sequence")
-        whole = ratio[:, -1:]
-        if depends_on == "group":
-            whole = responses.per_prompt(whole / responses.share[:, None])[responses.index]
-        return weights_from(whole, responses, clip_at)
-
-    def terms(of: Scores) -> Tensor:
-        return objective.causal_terms(of) if depends_on == "nothing" else objective.terms(of)
-
-    old, new = weights(before), weights(after)
-    found = rate_change(_sums(old, terms(before), responses, objective), _sums(new, terms(after), responses, objective))
-    sharpening = None
-    if depends_on == "nothing":
-        same = _sums(old, terms(after) - terms(before), responses, objective)
-        sharpening = (same.value / same.weight.mean(0)).sum(1)
-    n, delta, se = responses.n_prompts, found.delta, found.se
-    reason, low, high = "", None, None
-    carried = support(new.expand_as(responses.mask), terms(after), responses)
-    if se is not None:
-        if tokens_may_leave:
-            se = math.hypot(se, _UNSEEN_TOKENS * objective.total_weight(responses) / float(responses.length.sum()))
-        degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
-        half = student_t_quantile(0.5 + LEVEL / 2, degrees) * se / math.sqrt(carried.ess_fraction)
-        low, high = delta - half, delta + half
-    elif n < 2:
-        reason = f"{SE_UNKNOWN}: it needs at least 2 evaluation prompts, got {n}: pass more prompts"
+    is_causal = objective.is_causal
+    (weights, old), (after_weights, new) = (
+        _entropy(of, objective, reference, clip_at, whole=not is_causal) for of in (before, after)
+    )
+    found, sharpening, terms = rate_change(old, new), None, objective.terms(after)
+    if is_causal:
+        terms = objective.causal_terms(after)
+        same = _sums(weights, terms - objective.causal_terms(before), responses, objective)
+        sharpening = same.above(torch.zeros(()))
+    carried = support(after_weights.expand_as(responses.mask), terms, responses)
+    variance, n = None if found.se is None else found.se**2, responses.n_prompts
+    if variance is None:
+        lost = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
+        change = EntropyChange(found.delta, found.per_prompt, sharpening, None, reason=too_few(n) if n < 2 else lost)
     else:
-        reason = f"{SE_UNKNOWN}: after the step, one prompt has all the weight: use a smaller step"
-    variance = None if se is None else se * se
-    change = EntropyChange(delta, se, low, high, reason, found.per_prompt, sharpening, variance)
+        if tokens_may_leave:
+            nats = _UNSEEN_TOKENS * objective.total_weight(responses) / float(responses.length.sum())
+            variance += nats**2
+        degrees = min(found.degrees_of_freedom, effective_number(found.without_each))
+        widened = 1.0 / math.sqrt(carried.ess_fraction)
+        change = EntropyChange(found.delta, found.per_prompt, sharpening, variance, 0.0, degrees, widened)
     return FiniteStep(change, carried, found.without_each, found.degrees_of_freedom)
 
 
@@ -194,17 +170,11 @@ def importance_sampled_change(
     The effective sample size of these weights falls with the length of the responses, whatever the step.
     The arguments are those of `change_by_finite_step`.
     """
-    responses, reference = before.responses, before.log_prob if reference is None else reference
-
-    def weighed(of: Scores) -> tuple[Tensor, WeightedSums]:
-        ratio = prefix_log_ratio(of.log_prob, reference, responses)
-        weights = weights_from(ratio[:, -1:], responses, clip_at)
-        return weights, _sums(weights, objective.terms(of), responses, objective)
-
-    (_, old), (weights, new) = weighed(before), weighed(after)
+    reference = before.log_prob if reference is None else reference
+    (_, old), (weights, new) = (_entropy(of, objective, reference, clip_at, whole=True) for of in (before, after))
     change = rate_change(old, new)
     ess = float(weights.sum().square() / weights.square().sum())
-    return MeasuredChange(change.delta, change.se, ess, ess / len(weights))
+    return MeasuredChange(change.delta, change.se, ess / len(weights))
 
 
 def resampled_change(before: Scores, after: Scores, objective: EntropyObjective) -> MeasuredChange:
@@ -228,15 +198,10 @@ def resampled_change(before: Scores, after: Scores, objective: EntropyObjective)
             "let the sampler take the same prompts in each call"
         )
 
-    def sums(of: Scores) -> WeightedSums:
-        terms = objective.terms(of)
-        return _sums(torch.ones(len(terms), 1, dtype=torch.float64), terms, of.responses, objective)
-
-    change = rate_change(sums(before), sums(after))
-    se = change.se
-    if se is not None:
-        se = math.hypot(se, _unseen_jumps(before, sums(before), objective))
-    return MeasuredChange(change.delta, se, float(len(before.entropy)), 1.0)
+    old, new = (_entropy(of, objective, of.log_prob, whole=True)[1] for of in (before, after))
+    change = rate_change(old, new)
+    se = None if change.se is None else math.hypot(change.se, _unseen_jumps(before, old, objective))
+    return MeasuredChange(change.delta, se, 1.0)
 
 
 def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | None = None) -> float:
@@ -251,8 +216,20 @@ def fixed_prefix_change(before: Scores, after: Scores, prefix_weights: Tensor | 
         prefix_weights: by `prefix_weights`, of responses of another policy, [responses, tokens + 1]; None for 1.
     """
     weights, _ = token_and_prefix_weights(before.responses, prefix_weights)
-    change, length = weighted_sums(after.entropy - before.entropy, before.responses, weights)
-    return float(change.mean() / length.mean())
+    return float(weighted_sums(after.entropy - before.entropy, before.responses, weights).ratios())
+
+
+def _entropy(
+    of: Scores, objective: EntropyObjective, reference: Tensor, clip_at: float | None = None, *, whole: bool
+) -> tuple[Tensor, WeightedSums]:
+    """A policy's entropy from responses that another one sampled, and the weights of each token or whole response."""
+    ratio = prefix_log_ratio(of.log_prob, reference, of.responses)
+    if whole:
+        weights, terms = weights_from(ratio[:, -1:], of.responses, clip_at), objective.terms(of)
+    else:
+        by_column, terms = objective.kind == "sequence", objective.causal_terms(of)
+        weights = weights_from(ratio[:, :-1], of.responses, clip_at, by_column=by_column)
+    return weights, _sums(weights, terms, of.responses, objective)
 
 
 def _sums(weights: Tensor, terms: Tensor, responses: Responses, objective: EntropyObjective) -> WeightedSums:
@@ -291,28 +268,6 @@ def _unseen_jumps(before: Scores, sums: WeightedSums, objective: EntropyObjectiv
 
 
 @dataclass(frozen=True)
-class WeightedSums:
-    """What one policy's rate is made of.
-
-    Attributes:
-        value: weighted values, fp64, [prompts, columns].
-        weight: the weights, fp64, at least 0, [prompts, columns]. A common factor of a column's values and weights
-            changes nothing.
-    """
-
-    value: Tensor
-    weight: Tensor
-
-    def ratios(self) -> Tensor:
-        """The ratio of each column, [columns]."""
-        return self.value.sum(0) / self.weight.sum(0)
-
-    def ratios_without_each(self) -> Tensor:
-        """The ratios of all other prompts, [prompts, columns]."""
-        return (self.value.sum(0) - self.value) / (self.weight.sum(0) - self.weight)
-
-
-@dataclass(frozen=True)
 class RateChange:
     """The rate after an update minus the rate before it.
 
@@ -343,17 +298,14 @@ def rate_change(before: WeightedSums, after: WeightedSums) -> RateChange:
     What both have in common cancels in each prompt's difference. The standard error comes from these differences. Its
     degrees of freedom fall with the effective number of prompts: a few large weights make the scatter itself uncertain.
     """
-    old, new = before.ratios(), after.ratios()
-    # A prompt's share is how far its values lie above the old ratio: 0 on average before, the change on average after.
-    shares = (after.value - old * after.weight) / after.weight.mean(0)
-    shares = shares - (before.value - old * before.weight) / before.weight.mean(0)
-    weight = (after.weight / after.weight.mean(0)).sum(1)
-    without_each = (after.ratios_without_each() - before.ratios_without_each()).sum(1)
+    old, weight = before.ratios(), (after.weight / after.weight.mean(0)).sum(1)
+    without_each = after.without_each() - before.without_each()
     variance = jackknife_covariance(without_each, without_each)
     return RateChange(
-        float((new - old).sum()),
+        float((after.ratios() - old).sum()),
         None if variance is None else math.sqrt(variance),
-        shares.sum(1),
+        # A prompt's share is how far it lies above the old ratio: 0 on average before, the change on average after.
+        after.above(old) - before.above(old),
         without_each,
         float(weight.sum().square() / weight.square().sum()),
     )

@@ -9,8 +9,8 @@ temperature, top-p, another policy, or log-probabilities that are not the sample
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sonde.wording import percent
@@ -67,6 +67,24 @@ class OwnPolicyTest:
             return None
         return cls(float(above.sum()) / math.sqrt(scatter), float(above.sum()) / total)
 
+    @property
+    def why_not(self) -> str:
+        """Why the responses are not the policy's own, with the likely cause; empty if nothing says so."""
+        z, departure = self.z, self.departure
+        if abs(z) < _CERTAIN_FROM or abs(departure) < _MATTERS_FROM:
+            return ""
+        amount = percent(abs(departure))
+        if departure < 0:
+            seen = f"more likely than the policy's entropy says, by {amount} of it"
+            cause = "at a lower temperature than they are scored at, or cut off by top-p, top-k or min-p"
+        else:
+            seen = f"less likely than the policy's entropy says, by {amount} of it"
+            cause = "at a higher temperature than they are scored at, or by another policy, such as older weights"
+        return (
+            f"the evaluation responses are not the policy's own: their tokens are {seen} ({abs(z):.0f} standard "
+            f"errors). Probably they were sampled {cause}"
+        )
+
 
 @dataclass(frozen=True)
 class SamplerTest:
@@ -105,60 +123,27 @@ class SamplerTest:
         total = float(above.sum())
         return cls(total / scatter if scatter else 0.0, total / n, float((above - log_ratio).sum()) / n)
 
-
-class Track:
-    """A test over all batches so far: the sum of n values of z has a standard error of √n.
-
-    Args:
-        why_not: what a departure means, by its z and size; empty if it is not certain.
-    """
-
-    def __init__(self, why_not: Callable[[float, float], str]) -> None:
-        self._why_not = why_not
-        self._n = 0
-        self._z = self._departure = 0.0
-
-    def add(self, test: OwnPolicyTest | SamplerTest | None) -> None:
-        """Add the test of the next batch; None if there was none."""
-        if test is not None:
-            self._n += 1
-            self._z += test.z
-            self._departure += test.departure
-
+    @property
     def why_not(self) -> str:
-        """What the departure of all batches means; empty if it is not certain."""
-        return self._why_not(self._z / math.sqrt(self._n), self._departure / self._n) if self._n else ""
-
-
-def why_not_of_sampler(z: float, departure: float) -> str:
-    """Why log-probabilities are not the sampler's; empty if nothing says so."""
-    if abs(z) < _NOT_OF_SAMPLER_FROM or abs(departure) < _MATTERS_FROM:
-        return ""
-    than = "more" if departure > 0 else "less"
-    return (
-        f"log_prob= is not that of the sampler: by it, these tokens are {percent(abs(departure))} {than} likely under "
-        f"the policy than under the sampler, where the mean over any sampler's tokens is 0 ({abs(z):.0f} standard "
-        "errors). Pass the log-probability of each sampled token, in the columns of mask, at the sampler's temperature"
-        + (
-            ""
-            if departure > 0
-            else ", and sample untruncated: top-p and the like, or much older weights, show here too"
+        """Why log-probabilities are not the sampler's; empty if nothing says so."""
+        z, departure = self.z, self.departure
+        if abs(z) < _NOT_OF_SAMPLER_FROM or abs(departure) < _MATTERS_FROM:
+            return ""
+        than = "more" if departure > 0 else "less"
+        text = (
+            f"log_prob= is not that of the sampler: by it, these tokens are {percent(abs(departure))} {than} likely "
+            "under the policy than under the sampler, where the mean over any sampler's tokens is 0 "
+            f"({abs(z):.0f} standard errors). Pass the log-probability of each sampled token, in the columns of mask, "
+            "at the sampler's temperature"
         )
-    )
+        if departure > 0:
+            return text
+        return f"{text}, and sample untruncated: top-p and the like, or much older weights, show here too"
 
 
-def why_not_own(z: float, departure: float) -> str:
-    """Why the responses are not the policy's own, with the likely cause; empty if nothing says so."""
-    if abs(z) < _CERTAIN_FROM or abs(departure) < _MATTERS_FROM:
+def why_not_over(tests: Sequence[OwnPolicyTest] | Sequence[SamplerTest]) -> str:
+    """What the departure of all batches so far means: the sum of n values of z has a standard error of √n."""
+    if not tests:
         return ""
-    amount = percent(abs(departure))
-    if departure < 0:
-        seen = f"more likely than the policy's entropy says, by {amount} of it"
-        cause = "at a lower temperature than they are scored at, or cut off by top-p, top-k or min-p"
-    else:
-        seen = f"less likely than the policy's entropy says, by {amount} of it"
-        cause = "at a higher temperature than they are scored at, or by another policy, such as older weights"
-    return (
-        f"the evaluation responses are not the policy's own: their tokens are {seen} ({abs(z):.0f} standard "
-        f"errors). Probably they were sampled {cause}"
-    )
+    z, departure = (sum(getattr(test, name) for test in tests) for name in ("z", "departure"))
+    return replace(tests[-1], z=z / math.sqrt(len(tests)), departure=departure / len(tests)).why_not

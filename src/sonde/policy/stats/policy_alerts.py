@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from sonde.policy.stats.entropy_course import Course, Pace, entropy_course
-from sonde.policy.stats.forecast_point import Coverage, Point, StepsKeeper, is_judged
-from sonde.policy.stats.own_policy import Track, why_not_of_sampler, why_not_own
+from sonde.policy.stats.forecast_point import Coverage, Point, StepsKept, is_judged
+from sonde.policy.stats.own_policy import OwnPolicyTest, SamplerTest, why_not_over
 from sonde.stats.intervals import LEVEL
 from sonde.wording import number, percent, plural
 
@@ -39,11 +39,11 @@ class PolicyAlerts:
     """
 
     def __init__(self) -> None:
-        self._with_entropy = StepsKeeper()
+        self._with_entropy = StepsKept()
         self._forecasts: deque[Point] = deque(maxlen=_IN_A_ROW)
         self._n_judged = self._n_held = 0
-        self._own_policy = Track(why_not_own)
-        self._sampler = Track(why_not_of_sampler)
+        self._own_policy: list[OwnPolicyTest] = []
+        self._sampler: list[SamplerTest] = []
 
     def add(self, point: Point) -> None:
         """Add the next point, in the order in which points were measured."""
@@ -51,8 +51,8 @@ class PolicyAlerts:
             self._with_entropy.add(point)
         if point.delta is not None:
             self._forecasts.append(point)
-        self._own_policy.add(point.own_policy)
-        self._sampler.add(point.sampler)
+        self._own_policy += [point.own_policy] if point.own_policy is not None else []
+        self._sampler += [point.sampler] if point.sampler is not None else []
         if is_judged(point):
             self._n_judged += 1
             self._n_held += point.held
@@ -64,10 +64,10 @@ class PolicyAlerts:
             Messages by name: "entropy_collapse", "steps_too_large", "steps_rounded_away", "not_own_policy",
             "not_of_sampler", "intervals_miss". Empty if nothing looks wrong.
         """
-        alerts = {}
-        if len(self._with_entropy) > 1 and (
-            collapse := _collapse(entropy_course(self._with_entropy.kept(_AT_EACH_END)))
-        ):
+        alerts, points = {}, self._with_entropy.points
+        if len(points) > 2 * _AT_EACH_END:
+            points = [*points[:_AT_EACH_END], *points[-_AT_EACH_END:]]
+        if len(points) > 1 and (collapse := _collapse(entropy_course(points))):
             alerts["entropy_collapse"] = collapse
         n = len(self._forecasts)
         if n == _IN_A_ROW and all(p.is_too_large for p in self._forecasts):
@@ -81,9 +81,9 @@ class PolicyAlerts:
                 f"parameters of 16 bits round away {percent(away[-1])} of each step: keep them in 32 bits, and use "
                 "autocast or mixed precision for the arithmetic"
             )
-        if why := self._own_policy.why_not():
+        if why := why_not_over(self._own_policy):
             alerts["not_own_policy"] = why
-        if why := self._sampler.why_not():
+        if why := why_not_over(self._sampler):
             alerts["not_of_sampler"] = why
         so_far = Coverage.of(self._n_judged, self._n_held)
         fraction = so_far.fraction
@@ -108,8 +108,7 @@ def find_policy_alerts(points: Sequence[Point]) -> dict[str, str]:
 
 
 def _collapse(course: Course) -> str:
-    first = course.kept.points[0]
-    start, level = course.start.nats, course.now.nats
+    first, start, level = course.first, course.start.nats, course.now.nats
     if course.is_continuous:
         return ""
     remedy = "lower the learning rate, add an entropy bonus, or stop here"

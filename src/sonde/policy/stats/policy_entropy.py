@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sonde.policy.stats.entropy_gradient import Responses, covariance, standard_error, surprise_sd
+from sonde.policy.stats.entropy_gradient import Responses, WeightedSums, covariance, standard_error, surprise_sd
 from sonde.policy.stats.token_positions import AtPositions, entropy_by_position
 from sonde.stats.intervals import LEVEL, student_t_quantile
 
@@ -97,13 +97,12 @@ def policy_entropy(
         per_response = responses.tokens("advantage", per_token).sum(1) / length
         correlation = correlate(mean_entropy, per_response, responses.index)
         log_prob_advantage = covariance(log_prob, per_token, responses)
-    token_weighted = float(h.sum() / length.sum())
-    # Σ H − R·Σ T of all responses to a prompt; see `weighted_entropy_rate`.
-    departure = torch.zeros(responses.n_prompts, dtype=torch.float64)
-    departure.index_add_(0, responses.index, h.sum(1) - token_weighted * length)
+    # Of all responses to a prompt: per_prompt() takes means.
+    of_prompts = (responses.per_prompt((each / responses.share)[:, None]) for each in (h.sum(1), length))
+    sums = WeightedSums(*of_prompts)
     return PolicyEntropy(
-        token_weighted=token_weighted,
-        token_weighted_se=standard_error(departure * responses.n_prompts / length.sum()),
+        token_weighted=float(sums.ratios()),
+        token_weighted_se=standard_error(sums.above(sums.ratios())),
         surprise_sd=surprise_sd(log_prob, entropy, responses),
         sequence_weighted=float(mean_entropy.mean()),
         response_sd=float(mean_entropy.std()) if len(length) > 1 else None,

@@ -15,10 +15,10 @@ too large then, by a fraction of about 1/n.)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sonde.batch_size.stats.averages import WindowsOfRun
 from sonde.batch_size.stats.noise_scale import Pieces, RatioAverage, WindowEstimate
@@ -27,25 +27,6 @@ from sonde.stats.sealed_state import Stateful
 
 _MEMORY = 100.0
 """Windows that the completions' share is averaged over: it hardly moves as training goes on."""
-
-
-@dataclass(frozen=True)
-class PromptNorms:
-    """Squared norms of the gradients that one prompt's completions add.
-
-    Attributes:
-        sq_norm: |h_p|².
-        weight: w_p, in the same unit for all prompts.
-        sq_norm_halves: |h_p1|² and |h_p2|²; None for a prompt with one completion.
-        weight_halves: w_p1 and w_p2; their sum is w_p.
-        completions_halves: n₁ and n₂, effective numbers of completions (Kish).
-    """
-
-    sq_norm: float
-    weight: float
-    sq_norm_halves: tuple[float, float] | None = None
-    weight_halves: tuple[float, float] = (0.0, 0.0)
-    completions_halves: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -66,44 +47,45 @@ class PromptWindow:
     effective_prompts: float
 
 
-def solve_prompts(prompts: Sequence[PromptNorms], sq_norm_big: float) -> PromptWindow:
+def solve_prompts(sq_norms: Tensor, counts: Tensor, sq_norm_big: float) -> PromptWindow:
     """tr Σ and |G|² of one window, and the completions' part of tr Σ.
 
     Args:
-        prompts: the prompts of all ranks.
+        sq_norms: |h_p|², |h_p1|² and |h_p2|² of the gradients that a prompt and its halves add, fp64, [prompts, 3].
+        counts: the halves' weights in the loss, w_p1 and w_p2, and their effective numbers of completions, n₁ and n₂
+            (Kish); 0 for the second half of a single completion; fp64, [prompts, 4].
         sq_norm_big: |F|².
 
     Raises:
         ValueError: for fewer than 2 prompts, or a prompt without weight.
     """
-    if len(prompts) < 2:
-        raise ValueError(f"need at least 2 prompts to tell noise from signal, got {len(prompts)}: measure more prompts")
-    if worst := next((p for p in prompts if not p.weight > 0), None):
-        raise ValueError(f"every prompt needs a positive weight in the loss, got {worst.weight}: leave this prompt out")
-    total = sum(p.weight for p in prompts)
+    n, weight = len(counts), counts[:, :2].sum(1)
+    if n < 2:
+        raise ValueError(f"need at least 2 prompts to tell noise from signal, got {n}: measure more prompts")
+    if not float(weight.min()) > 0:
+        raise ValueError(
+            f"every prompt needs a positive weight in the loss, got {float(weight.min())}: leave this prompt out"
+        )
+    total = float(weight.sum())
     pieces = Pieces(
-        weight=total,
-        weight_over_units=total,
-        sq_weight_over_units=sum(p.weight**2 for p in prompts),
-        n_pieces=len(prompts),
+        weight=total, weight_over_units=total, sq_weight_over_units=float(weight.square().sum()), n_pieces=n
     )
-    split = [p for p in prompts if p.sq_norm_halves is not None]
-    within = None
-    if split:
-        split_weight = sum(p.weight for p in split)
-        within = sum(p.weight / split_weight * _within(p) * (total / p.weight) ** 2 for p in split)
-    noise = WindowEstimate(*pieces.solve(sum(p.sq_norm / p.weight for p in prompts), sq_norm_big))
-    return PromptWindow(noise, within, len(prompts), total**2 / pieces.sq_weight_over_units)
+    within, split = None, counts[:, 3] > 0
+    if bool(split.any()):
+        each = _within(sq_norms[split], counts[split]) * total**2 / weight[split]
+        within = float(each.sum() / weight[split].sum())
+    noise = WindowEstimate(*pieces.solve(float((sq_norms[:, 0] / weight).sum()), sq_norm_big))
+    return PromptWindow(noise, within, n, total**2 / pieces.sq_weight_over_units)
 
 
-def _within(prompt: PromptNorms) -> float:
-    """The variance of h_p given the prompt: q|m₁ − m₂|²/(q₁ + q₂), times a_p²."""
-    assert prompt.sq_norm_halves is not None
-    (s1, s2), (w1, w2) = prompt.sq_norm_halves, (w / prompt.weight for w in prompt.weight_halves)
-    q1, q2 = (1.0 / n for n in prompt.completions_halves)
-    product = 0.5 * (prompt.sq_norm - s1 - s2)  # ⟨h₁, h₂⟩
+def _within(sq_norms: Tensor, counts: Tensor) -> Tensor:
+    """The variance of each h_p given the prompt: q|m₁ − m₂|²/(q₁ + q₂), times a_p²; [prompts]."""
+    (whole, s1, s2), (w1, w2, n1, n2) = sq_norms.T, counts.T
+    w1, w2, q1, q2 = w1 / (w1 + w2), w2 / (w1 + w2), 1.0 / n1, 1.0 / n2
+    product = 0.5 * (whole - s1 - s2)  # ⟨h₁, h₂⟩
     sq_difference = s1 / w1**2 + s2 / w2**2 - 2.0 * product / (w1 * w2)  # |m₁ − m₂|² times a_p²
-    return (w1**2 * q1 + w2**2 * q2) / (q1 + q2) * sq_difference
+    found: Tensor = (w1**2 * q1 + w2**2 * q2) / (q1 + q2) * sq_difference
+    return found
 
 
 class RunningPromptNoise(Stateful):
