@@ -242,9 +242,9 @@ CASES = [
     *(
         Case(f"groups {names!s:.5}, p {p}", 2, groups(names, p), (PEER, match))
         for names, match in (
-            ("ab", "got a string: pass a list of names"),
+            ("ab", "got 'ab': pass a list of names"),
             (["a"], "got 1 names for 100 tensors"),
-            ([1] * 100, "by_group must hold names, got 1"),
+            ([1] * 100, "with the name of each tensor's group, got .1, 1"),
         )
         for p in (2.0, math.inf)
     ),
