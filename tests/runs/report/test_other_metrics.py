@@ -25,6 +25,6 @@ def test_every_metric_has_a_curve(tmp_path: Path) -> None:
     for name in ("sign", "euclidean"):
         assert f"noise scale now, metric '{name}'" in section
     assert "gns/adam/b_simple" not in text
-    assert "adam, sign, euclidean, in place of the plain squared norm" in text
+    assert "metric: adam, sign, euclidean" in text
     last = sonde.read_run(tmp_path).readings[-1].metrics
     assert last["gns/sign/grad_sq"] == pytest.approx(sign.grad_sq, rel=1e-6)

@@ -54,7 +54,7 @@ def test_every_status(browser: Any, tmp_path: Path, status: str, n_plots: int, n
         browser, write_report(write_run(tmp_path, n_readings, status=status, header=header_record(unit="prompts")))
     )
     assert len(browser.execute_script(DRAWN)) == n_plots
-    assert "Prompts used" in page_text(browser)
+    assert "Average over the run" in page_text(browser)
 
 
 def test_200_groups_are_all_there_and_scroll(browser: Any, tmp_path: Path) -> None:
