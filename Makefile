@@ -21,7 +21,7 @@ TITAN_ENV := .torchtitan
 TITAN_PIP := torch==2.14.1 torchtitan==0.3.0 datasets==4.1.1 hypothesis pytest pytest-timeout pytest-xdist numpy
 
 # What a machine with a GPU may lack that has torch, transformers, accelerate, peft, pytest, hypothesis and numpy.
-GPU_WHEELS := tyro docstring_parser typeguard typing_extensions rich markdown-it-py mdurl pygments pyyaml pytest-timeout
+GPU_WHEELS := tyro docstring_parser typeguard typing_extensions rich markdown-it-py mdurl pygments pytest-timeout
 GPU_PYTHON ?= 3.12
 
 .PHONY: help demo demo-entropy demo-check test test-torch test-torchtitan check bench bench-present bench-budget bench-norm bench-entropy bench-advice bench-log study study-smoke gpu-check docs docs-figures newest-torch clean
