@@ -139,7 +139,8 @@ def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: 
     assert found["how"][0] == f"Trainer(devices={ranks}, accumulate_grad_batches={n}), {loader}"
     [row] = found["rates"]
     rate = {s["name"]: s["then"] for s in row["settings"]}["learning rate"]
-    assert rate == pytest.approx(1e-3 * (best["batch"] / 8) ** 0.5)
+    critical = found["advice"]["for a run like this one"]["scope"]["critical"]["middle"]
+    assert rate == pytest.approx(1e-3 * ((1 + critical / 8) / (1 + critical / best["batch"])) ** 0.5)
     shown = main_out(capsys, folder, "--trainer", "deepspeed", "--ranks-at-most", "8")
     assert f'"train_batch_size": {best["batch"]:.0f}' in shown
     assert f"To set a batch of {best['batch']:.0f} sequences (DeepSpeed):" in shown

@@ -13,16 +13,7 @@ from bokeh.plotting import figure
 from sonde.runs.reader import read_run
 from sonde.runs.report.curves import PIXELS, OverRun, TimeAxis, add_curve, per_pixel
 from sonde.runs.report.figures import Scale
-from sonde.runs.report.write import write_report
-from tests.runs.report.plausible_run import header_record, write_run
-from tests.runs.report.visible_text import visible_text
-
-
-def test_a_report_says_that_readings_have_become_rarer(tmp_path: Path) -> None:
-    write_run(tmp_path, 3, status="resolved", log_every=10_000, header=header_record())
-    assert "3 readings, one every 10 windows at first and 20 at last, up to window 30,000" in visible_text(
-        write_report(tmp_path)
-    )
+from tests.runs.report.plausible_run import write_run
 
 
 def test_a_curve_of_many_values_shows_the_extremes_of_every_pixel() -> None:

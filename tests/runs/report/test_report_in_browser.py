@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sonde.decision.time_curve import TimeCurve, Timing, curve_as_json
 from sonde.evidence.branches import Branches
+from sonde.runs.facts import TRIAL_NAME
 from sonde.runs.report.branch_page import branch_page
 from sonde.runs.report.page import write_page
 from sonde.runs.report.write import write_report
@@ -212,9 +214,10 @@ def test_every_text_has_contrast(browser: Any, tmp_path: Path, kind: str) -> Non
         known |= dict.fromkeys(name for name in record["metrics"] if "average" in name)
         metrics = record["metrics"] | (known if status == "resolved" else {})
         more = {}
-        if kind == "keep":  # micro-batches of 1 on 64 ranks; Adam remembers no more units than a batch has
-            settings = [{"name": "AdamW", "lr": 1e-3, "betas": [0.0, 0.9], "eps": 1e-8}]
-            more = {"setup": header_record()["setup"] | {"ranks": 64, "optimizer_settings": settings}}
+        if kind == "keep":  # micro-batches of 1 on 64 ranks, whose devices are full
+            more = {"setup": header_record()["setup"] | {"ranks": 64}}
+            curve = TimeCurve((Timing(1, 1, 64, 0.1, 0.0), Timing(4, 1, 64, 0.4, 0.0)))
+            (tmp_path / TRIAL_NAME).write_text(json.dumps(curve_as_json(curve)))
         alerts = [alert_record(window=900)]
         write_run(
             tmp_path, 1, header=header_record(**more), status=status, metrics=metrics, log_every=600, alerts=alerts
