@@ -74,7 +74,7 @@ def how_measured(run: Run) -> list[Row]:
 
 def _setup_rows(run: Run) -> Iterator[Row]:
     setup = {**run.probe("policy").setup, **run.probe("reading").setup}
-    empty = (None, False, "", [], {})
+    empty: tuple[object, ...] = (None, False, "", [], {})
     shown = {key: value for key, value in setup.items() if key not in _NOT_SHOWN and value not in empty}
     lines = [f"{key.replace('_', ' ')}: {cut(setting_text(value), 300)}" for key, value in shown.items()]
     yield Row("Set-up", tuple(lines[: 2 * _MAX_ITEMS]))
