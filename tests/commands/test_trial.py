@@ -23,7 +23,7 @@ from tests.runs.report.plausible_run import header_record, write_run
 QUICK = Pace(rounds=1, seconds=4.0, fewest_steps=5, enough_steps=5, least_seconds=0.2, patience=30.0)
 
 SCRIPT = """
-import argparse, signal, sys, time, torch, sonde
+import argparse, pathlib, signal, sys, time, torch, sonde
 from torch import nn
 
 parser = argparse.ArgumentParser()
@@ -48,6 +48,11 @@ if mode == "killed" and rows > 32:
     signal.raise_signal(signal.SIGKILL)
 
 
+marker = pathlib.Path(__file__).with_name("busy")
+is_busy = mode == "busy" and not marker.exists()
+marker.touch()
+
+
 class Slow(nn.Module):
     def __init__(self):
         super().__init__()
@@ -55,7 +60,7 @@ class Slow(nn.Module):
 
     def forward(self, data):
         x = data["x"]
-        time.sleep(0.05 - 0.0005 * len(x) if mode == "falls" else 0.005 + 0.0005 * len(x))
+        time.sleep(0.05 - 0.0005 * len(x) if mode == "falls" else 0.005 + 0.0005 * len(x) + 0.3 * is_busy)
         return self.line(x)
 
 
@@ -150,6 +155,13 @@ def test_a_script_whose_times_are_known(
     # What was tried is kept with the log.
     assert main(["advise", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
+
+
+def test_the_faster_of_two_tries_counts(script: str) -> None:
+    """A machine is busy for a while, or is not: that only adds to a time."""
+    Path(script).with_name("busy").unlink(missing_ok=True)
+    [timing] = tried(script, "busy", (16,), pace=dataclasses.replace(QUICK, rounds=2)).timings
+    assert 0.013 < timing.seconds < 0.3
 
 
 def test_an_end_of_memory_is_the_end_of_the_curve(script: str) -> None:
