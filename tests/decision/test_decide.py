@@ -49,7 +49,7 @@ def sure_plans(known: Facts, wanted: Wanted, advice: Advice) -> dict[float, floa
     most = wanted.ranks_at_most or known.ranks
     now = Present(known.batch or 0, 1, known.micro_batch, known.accumulation, known.ranks, most, curve)
     critical, sure = advice.scope.critical, {}
-    for size in {plan.batch for plan in advice.plans}:
+    for size in {plan.batch for plan in advice.plans if plan.steps.likely >= 30}:
         far = wanted.aim == "balanced" and size > 1.5 * critical.likely
         costs = []
         for split in every_split(now, round(size), min(most, known.ranks) if far else most):
@@ -90,7 +90,7 @@ def test_a_decision_says_what_its_own_table_says(of: tuple[Facts, Wanted]) -> No
     found = decide(*of)
     lead = found.leading
     assert lead is not None
-    is_better = [p for p in lead.plans if p.time.high <= 0.9 and p is not lead.present]
+    is_better = [p for p in lead.plans if p.time.high <= 0.9 and p is not lead.present and p.steps.likely >= 30]
     assert (found.kind == "time") == (lead.best is None and lead.maybe is not None)
     assert (found.plan, found.how != ()) == (lead.best, lead.best is not None)
     if lead.best is not None:
@@ -210,6 +210,16 @@ def test_the_steps_to_train_are_those_of_the_ranges_upper_end() -> None:
     )
     assert bound.plan is not None
     assert "steps learn what" in bound.how[-1]
+
+
+def test_a_training_keeps_thirty_steps_and_goes_no_further_than_64_times_its_batch() -> None:
+    far = tried(*((64 * 4.0**k, 0.01) for k in range(7)))
+    for n_steps, most in ((150, 256.0), (100_000, 4096.0)):
+        known = dataclasses.replace(facts(64, 1e7, curve=far), n_steps=n_steps)
+        assert advised(known, aim="fastest")[1] == most
+        best = decide(known, Wanted(aim="fastest")).plan
+        assert best is not None
+        assert best.steps.likely >= 30
 
 
 def test_no_batch_is_advised_below_what_the_loss_needs() -> None:

@@ -32,6 +32,8 @@ _AS_FAST = 1.25
 least of the law and of the rule of the rate."""
 
 
+_FEWEST_LEFT = 30
+"""Steps that a training must keep: a warm-up, and the averages of an optimizer, take some of them."""
 _BEYOND = 1.5
 """A larger batch is worth more ranks up to so many times B_crit."""
 
@@ -201,8 +203,7 @@ def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
     again = plan_of(present, now.whole_batch, critical)  # the same batch, in other micro-batches or on other ranks
     if again is not None and again.whole_batch == now.whole_batch:
         others.append(again)
-    if wanted.least is not None:
-        others = [plan for plan in others if plan.batch >= wanted.least]
+    others = [plan for plan in others if plan.batch >= (wanted.least or 0) and plan.steps.likely >= _FEWEST_LEFT]
     if wanted.aim == "fastest" and not present.has_clock:
         raise ValueError("the fastest batch needs the throughput, which the log lacks: pass --units-per-second")
     if wanted.budget is not None:

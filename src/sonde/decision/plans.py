@@ -11,8 +11,8 @@ from sonde.decision.law import Range, relative_steps
 from sonde.decision.time_curve import Basis, TimeCurve
 
 HOUR = 3600.0
-_SMALLEST, _LARGEST = -6, 10
-"""Batches that are considered, as powers of two over the present one."""
+_FURTHEST = 6
+"""Batches that are considered, as powers of two over the present one. The study tried rules of the rate up to there."""
 _FAR = 4.0
 """Batches further from B_crit than so many times are not considered: a whole training is taken to obey the law there,
 and so is the rule of the rate."""
@@ -125,8 +125,8 @@ def _sizes(present: Present, critical: Range) -> Iterator[float]:
     middle = [critical.middle] if critical.middle is not None else known
     low, high = min(batch / 2, *(end / _FAR for end in middle)), max(batch * 2, *(end * _FAR for end in middle))
     timed = [each.batch for each in present.curve.timings]
-    for size in (*(batch * 2.0**k for k in range(_SMALLEST, _LARGEST + 1)), *timed):
-        if low <= size <= high and size >= 1 and size != batch:
+    for size in (*(batch * 2.0**k for k in range(-_FURTHEST, _FURTHEST + 1)), *timed):
+        if low <= size <= high and size >= 1 and size != batch and abs(math.log2(size / batch)) <= _FURTHEST:
             yield size
 
 
