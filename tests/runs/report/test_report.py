@@ -67,7 +67,7 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
 @pytest.mark.parametrize(
     ("b_simple", "low", "high", "action"),
     [
-        (6400.0, 6000.0, 6800.0, "Time it first: a batch of 8,192 sequences takes 0.6"),
+        (6400.0, 6000.0, 6800.0, "Time it first: a batch of 4,096 sequences takes 0.8"),
         (8.0, 6.0, 10.0, "Time it first: a batch of 64 sequences in micro-batches of 32 takes 25"),
         (None, 50.0, None, "Time it first: a batch of 64 sequences in micro-batches of 32 takes 25"),
         (None, 0.0, 0.0, "No verdict yet on the batch of 64 sequences."),
