@@ -71,6 +71,8 @@ if options.log:
     probe = sonde.attach(model, optimizers, unit="rows", log=options.log)
 while mode == "waits":
     time.sleep(0.1)
+while mode == "closure":
+    optimizers[0].step(lambda: model({"x": torch.randn(rows, 4)}).mean().backward())
 for k in range(steps):
     for _ in range(options.accumulation):
         if options.log and k and probe.measures_now:  # the first steps are not timed
@@ -162,6 +164,11 @@ def test_the_faster_of_two_tries_counts(script: str) -> None:
     Path(script).with_name("busy").unlink(missing_ok=True)
     [timing] = tried(script, "busy", (16,), pace=dataclasses.replace(QUICK, rounds=2)).timings
     assert 0.013 < timing.seconds < 0.3
+
+
+def test_a_closures_backward_is_no_part_of_the_update(script: str) -> None:
+    [timing] = tried(script, "closure", (16,)).timings
+    assert (timing.beside, timing.accumulation) == (None, 1)
 
 
 def test_an_end_of_memory_is_the_end_of_the_curve(script: str) -> None:
