@@ -154,6 +154,7 @@ def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: 
         (["--budget", "5"], "a budget needs prices: pass --cost-per-hour"),
         (["--budget", "5", "--aim", "cheapest"], "leave out one of two"),
         (["--ranks-at-most", "0"], "--ranks-at-most must be positive and finite, got 0"),
+        (["--least", "1000"], "--least 1000 is more than the batch of this run, 64"),
         (["--trainer", "megatorn"], "--trainer must be one of plain loop, transformers, "),
     ],
 )
@@ -174,6 +175,7 @@ def test_logs_without_readings_of_another_version_and_of_other_models_are_refuse
         ([empty], "has no reading of the noise scale"),
         ([other], "was written with record schema 3"),
         ([one, empty], "has no reading of the noise scale"),
+        ([one, one], "a log is given twice"),
         ([one, run(tmp_path / "model", header=header(parameters=5))], "got different models: 1,234,567 parameters and"),
         ([one, run(tmp_path / "unit", header=header() | {"unit": "rows"})], "got different units: sequences and rows"),
         ([one, run(tmp_path / "kind", header=header(optimizer_kind="SGD (β = 0)"))], "got different optimizers: "),

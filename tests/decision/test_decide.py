@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,6 +229,8 @@ def test_no_batch_is_advised_below_what_the_loss_needs() -> None:
     assert found.kind == "smaller"
     assert any("--least" in note for note in found.notes)
     assert decide(known, Wanted(least=64)).kind == "keep"
+    with pytest.raises(ValueError, match="--least 100 is more than the batch of this run, 64"):
+        decide(known, Wanted(least=100))
     least = decide(known, Wanted(least=32)).plan
     assert least is not None
     assert least.batch >= 32
@@ -368,6 +371,13 @@ def test_nothing_is_fastest_and_nothing_is_priced_without_a_clock() -> None:
 def test_what_cannot_be_wanted_is_refused(wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Wanted(**wanted)
+
+
+def test_the_next_command_is_as_a_shell_reads_it_and_on_as_many_ranks() -> None:
+    known = facts(64, 60_000.0, pieces=8.0, ranks=4)
+    command = "sonde advise 'runs/a b' --try -- torchrun --nproc-per-node 4 train.py --batch {batch}"
+    assert decide(known, log=Path("runs/a b")).command == command
+    assert decide(known, log="'runs/a b' runs/c").command == command.replace("b' ", "b' runs/c ", 1)
 
 
 def test_a_batch_that_is_asked_for_has_flags_and_a_rate() -> None:

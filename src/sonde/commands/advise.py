@@ -80,6 +80,8 @@ def run_advise(options: AdviseOptions, command: Sequence[str] = ()) -> int:
         ValueError: for a log without readings, options outside their range, or bounds that contradict each other.
     """
     wanted = Wanted(**{each.name: getattr(options, each.name) for each in dataclasses.fields(Wanted)})
+    if len({path.resolve() for path in options.runs}) < len(options.runs):
+        raise ValueError("a log is given twice, and would count twice: give each once")
     runs = [read_run(path) for path in options.runs]
     facts = pool(facts_of_runs(runs))
     if options.try_ or command:

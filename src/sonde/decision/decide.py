@@ -147,7 +147,7 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
     Args:
         facts: of the training; of several logs, as `pool` has joined them.
         wanted: by the user.
-        log: folder of the log, for the next command.
+        log: folder of the log, for the next command; or several, as a shell reads them.
 
     Raises:
         ValueError: for an aim or a budget that needs what is not known, and a budget that no batch keeps.
@@ -161,6 +161,11 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
     """
     wanted = wanted or Wanted()
     trainer = trainer_named(wanted.trainer) if wanted.trainer else facts.trainer or "plain loop"
+    if wanted.least is not None and facts.batch is not None and facts.batch < wanted.least:
+        raise ValueError(
+            f"--least {wanted.least:g} is more than the batch of this run, {number(facts.batch)}: start again with "
+            "what the loss needs, and measure that"
+        )
     if facts.why_none:
         said = words.of_waiting(facts)
         return Decision("wait", "No verdict yet", *said, facts, {}, None, trainer, (), (), ())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts, Scope
@@ -121,9 +123,11 @@ def command(kind: Kind, log: object, facts: Facts) -> str:
     """What to run next, to set what was decided, or to decide it; empty without a log."""
     if log is None or kind == "wait":
         return ""
+    advise = f"sonde advise {shlex.quote(str(log)) if isinstance(log, Path) else log}"
     if kind == "time":
-        return f"sonde advise {log} --try -- python train.py --batch {{batch}}"
-    return f"sonde advise {log}" if kind != "keep" else ""
+        launch = "python" if facts.ranks == 1 else f"torchrun --nproc-per-node {facts.ranks}"
+        return f"{advise} --try -- {launch} train.py --batch {{batch}}"
+    return advise if kind != "keep" else ""
 
 
 def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_at_most: int | None) -> Iterator[str]:

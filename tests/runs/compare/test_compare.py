@@ -131,7 +131,9 @@ def test_the_decision_is_that_of_all_logs_and_goes_on_from_the_fastest(tmp_path:
     assert facts[0].reached.seconds == pytest.approx((found.to_common_loss(found.runs[0]) or facts[0].reached).seconds)
     shown = summary(found)
     assert shown.action == decide(pool(facts)).sentence
-    assert shown.commands == (f"sonde advise {tmp_path / 'run0'} {tmp_path / 'run1'}",)
+    logs = f"{tmp_path / 'run0'} {tmp_path / 'run1'}"
+    assert shown.commands == (decide(pool(facts), log=logs).command,)
+    assert logs in shown.commands[0]
 
 
 def test_runs_that_give_no_decision_together_have_that_of_the_best(tmp_path: Path) -> None:

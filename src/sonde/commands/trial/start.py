@@ -23,6 +23,7 @@ from sonde.commands.run import ON_START, arguments_of
 from sonde.decision.facts import Facts
 from sonde.decision.law import Range
 from sonde.decision.time_curve import TimeCurve, Timing
+from sonde.evidence.shell_plan import used_placeholders
 from sonde.log.sinks import BRANCH_FOLDER, TRIAL
 from sonde.wording import duration, number, plural
 
@@ -93,17 +94,16 @@ def check_command(command: Sequence[str]) -> None:
     Raises:
         ValueError: without a placeholder for the size, and for a command that is not there.
     """
-    used = _used(command)
+    used = used_placeholders(command)
     if not {"batch", "micro_batch"} & used:
         raise ValueError(
             "a trial needs {batch} in the script's arguments, or {micro_batch}, where the size of a step or of a "
             "micro-batch goes: sonde advise RUN --try -- python train.py --batch {batch}"
         )
+    if unknown := used_placeholders(command) - set(PLACEHOLDERS):
+        known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+        raise ValueError(f"a trial has {known}, got {{{min(unknown)}}}: give the script a value there")
     arguments_of(command, None)
-
-
-def _used(command: Sequence[str]) -> set[str]:
-    return {name for name in PLACEHOLDERS if any(f"{{{name}}}" in word for word in command)}
 
 
 def sizes_of(facts: Facts, critical: Range, command: Sequence[str]) -> list[Size]:
@@ -122,7 +122,7 @@ def sizes_of(facts: Facts, critical: Range, command: Sequence[str]) -> list[Size
         batches.insert(0, batch // _APART)
     while len(batches) < _MOST_SIZES and batches[-1] * _APART <= most:
         batches.append(batches[-1] * _APART)
-    used = _used(command)
+    used = used_placeholders(command)
     if "micro_batch" not in used:
         sizes = [Size(each, round(each / ranks / facts.accumulation), facts.accumulation) for each in batches]
         return [size for size in sizes if size.micro_batch]

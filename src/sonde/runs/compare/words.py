@@ -41,7 +41,8 @@ def summary(found: Comparison) -> VerdictPanel:
     action, commands = f"By {chosen.letter}'s log: {verdict_panels(chosen.run)[0].action}", ()
     with contextlib.suppress(ValueError):  # runs that give no decision together have that of one
         if chosen.run.readings:
-            action, commands = decision(found).sentence, (f"sonde advise {_logs(found)}",)
+            together = decision(found)
+            action, commands = together.sentence, (together.command,) if together.command else ()
     return VerdictPanel("measured", "Compared", action, first, " ".join(others), basis, (), commands)
 
 
