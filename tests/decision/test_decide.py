@@ -380,6 +380,17 @@ def test_the_next_command_is_as_a_shell_reads_it_and_on_as_many_ranks() -> None:
     assert decide(known, log="'runs/a b' runs/c").command == command.replace("b' ", "b' runs/c ", 1)
 
 
+def test_a_batch_that_is_asked_for_is_set_as_it_is_and_changes_no_decision() -> None:
+    known = facts(64, 3000.0, curve=FLAT)
+    without = decide(known)
+    for size in (100.0, 992.0, 1000.0, 1025.0):
+        found = decide(known, Wanted(batch=size))
+        assert (found.kind, found.sentence) == (without.kind, without.sentence)
+        assert found.plan is not None
+        assert found.plan.whole_batch == size
+        assert "split" not in found.how[0]
+
+
 def test_a_batch_that_is_asked_for_has_flags_and_a_rate() -> None:
     """Rates, flags and words are for the batch that can be set."""
     known = facts(64, 28.0, pieces=8.0, ranks=2, curve=TimeCurve((Timing(8, 4, 2, 0.5, 0.0),), 9), trainer="Lightning")

@@ -202,9 +202,13 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
 def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
     """The plans of a scope, and the best for what the user wants."""
     present, critical = _present(facts, scope, wanted), scope.critical
-    plans = plans_of(present, critical, others=[] if wanted.batch is None else [wanted.batch])
+    plans = plans_of(present, critical)
     now = next(plan for plan in plans if plan.batch == present.batch)
     others = [plan for plan in plans if plan is not now]
+    # A batch that the user asks about has a row, and is no candidate.
+    asked = None if wanted.batch is None else plan_of(present, wanted.batch, critical, exact=True)
+    if asked is not None and asked.batch not in {plan.batch for plan in plans}:
+        plans = tuple(sorted((*plans, asked), key=lambda plan: plan.batch))
     again = plan_of(present, now.whole_batch, critical)  # the same batch, in other micro-batches or on other ranks
     if again is not None and again.whole_batch == now.whole_batch:
         others.append(again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sonde.decision.law import Range, relative_steps
@@ -105,15 +105,14 @@ class Plan:
         return self.accumulation * self.ranks * self.micro_batch
 
 
-def plans_of(present: Present, critical: Range, *, others: Iterable[float] = ()) -> tuple[Plan, ...]:
+def plans_of(present: Present, critical: Range) -> tuple[Plan, ...]:
     """The plans of all batch sizes that are worth a look, by size. The present one is the one with `as_it_is`.
 
     Args:
         present: the training as it is.
         critical: the critical batch size.
-        others: further batches.
     """
-    sizes = {*_sizes(present, critical), *others}
+    sizes = {*_sizes(present, critical)}
     found = {plan.batch: plan for size in sizes if (plan := plan_of(present, size, critical)) is not None}
     found[present.batch] = as_it_is(present, critical)
     return tuple(found[size] for size in sorted(found))
@@ -136,7 +135,7 @@ def as_it_is(present: Present, critical: Range) -> Plan:
     return _costs(present, critical, split, present.batch, present.micro_batch)
 
 
-def plan_of(present: Present, batch: float, critical: Range) -> Plan | None:
+def plan_of(present: Present, batch: float, critical: Range, *, exact: bool = False) -> Plan | None:
     """The best way to share out a batch among the ranks that there may be.
 
     Micro-batches may be larger than they are: that is the commonest way to be faster on one device. None is larger than
@@ -146,6 +145,7 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan | None:
         present: the training as it is.
         batch: units of one optimizer step. The plan has the nearest batch that ranks can share.
         critical: the critical batch size.
+        exact: take this very batch where it can be shared at all; otherwise one that is shared better may be taken.
 
     Returns:
         The plan that takes the least time at its worse end, or the least time of all ranks where that counts; of those
@@ -154,6 +154,8 @@ def plan_of(present: Present, batch: float, critical: Range) -> Plan | None:
     """
     splits = [*_splits(present, batch)]
     near = [each for each in splits if abs(math.prod(each) - batch) <= _OFF * batch]
+    if exact:
+        near = [each for each in near if math.prod(each) == batch] or near
     if not near and splits:
         near = [min(splits, key=lambda each: abs(math.prod(each) - batch))]
     plans = [_costs(present, critical, split, math.prod(split), split[-1]) for split in near]
