@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_what_is_better_at_both_ends_is_advised_and_nothing_else(of: tuple[Facts
             assert advice.maybe is None
         elif (maybe := advice.maybe) is not None:
             assert maybe.basis == "bounds"
-            cost = maybe.idle if maybe.batch >= advice.present.batch else maybe.full
+            cost = maybe.better
             assert cost.high < 1  # whatever B_crit is: the time of a step alone is in doubt
 
 
@@ -126,8 +127,9 @@ def test_where_a_trial_is_asked_for_it_decides(of: tuple[Facts, Wanted], fullnes
     assert then.kind != "time"
     assert then.leading is not None
     assert found.leading is not None
-    if fullness == 0 and found.leading.maybe and found.leading.maybe.batch >= found.leading.present.batch:
-        assert then.kind != "keep"
+    maybe, now = found.leading.maybe, found.leading.present
+    if maybe is not None and maybe.micro_batch != now.micro_batch:
+        assert then.kind != "keep" or (fullness == 0) == (maybe.micro_batch < now.micro_batch)
 
 
 # By hand.
@@ -141,7 +143,7 @@ def test_one_device_is_told_what_a_larger_batch_costs_on_it() -> None:
     assert found.leading is not None
     [of_64] = [plan for plan in found.leading.plans if plan.batch == 64]
     steps = of_64.steps.likely / 1000
-    assert (of_64.idle.likely, of_64.full.likely) == (pytest.approx(steps), pytest.approx(4 * steps))
+    assert (of_64.better.likely, of_64.worse.likely) == (pytest.approx(steps), pytest.approx(4 * steps))
     assert "if this device is not full, and" in found.sentence
     assert decide(known, log="runs/a").command == "sonde advise runs/a --try -- python train.py --batch {batch}"
     measured = tried((16, 0.010), (64, 0.0111), (256, 0.020))
@@ -149,6 +151,18 @@ def test_one_device_is_told_what_a_larger_batch_costs_on_it() -> None:
     assert after.kind == "larger"
     [of_64] = [plan for plan in after.leading.plans if plan.batch == 64] if after.leading else []
     assert (of_64.time.likely, of_64.basis) == (pytest.approx(1.11 * steps), "measured")
+
+
+def test_a_batch_that_is_far_too_large_is_timed_first_too() -> None:
+    found = decide(facts(4096, 50.0))
+    assert found.kind == "time"
+    assert found.leading is not None
+    maybe = found.leading.maybe
+    assert maybe is not None
+    assert maybe.batch < 4096
+    empty, full = re.findall(r"takes (.*?) times the time if this.*, and (.*?) of the time if it is", found.sentence)[0]
+    assert float(empty.split()[0]) > 1
+    assert "%" in full
 
 
 def test_a_larger_micro_batch_on_the_same_rank_is_costed() -> None:

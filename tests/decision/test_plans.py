@@ -42,7 +42,7 @@ def test_costs_are_those_of_a_naive_computation(present: Present, critical: Rang
         assert (found.low, found.high) == (pytest.approx(min(ends)), pytest.approx(max(ends))), name
         assert found.middle is None or found.low * (1 - 1e-9) <= found.middle <= found.high * (1 + 1e-9), name
     assert (plan.money is None) == (present.cost_per_hour is None)
-    assert (plan.idle.low, plan.full.high) == (plan.time.low, plan.time.high)
+    assert (plan.better.low, plan.worse.high) == (plan.time.low, plan.time.high)
 
 
 @given(presents(), ranges(), st.integers(1, 20_000) | st.integers(1, 10**12), st.sampled_from([0.0, 4.0]))

@@ -220,15 +220,15 @@ def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
         fastest = min(within, key=lambda plan: plan.time.likely)
         return Advice(scope, plans, now, None if fastest is now else fastest, None)
     # At the worse end of the time of a step: what is better there is better at the other, too.
-    costs = {plan: plan.full.times(plan.ranks / now.ranks if present.by_rank_time else 1.0) for plan in others}
+    costs = {plan: plan.worse.times(plan.ranks / now.ranks if present.by_rank_time else 1.0) for plan in others}
     best = _smallest_of_fast({plan: cost.likely for plan, cost in costs.items() if _is_better(cost)}, wanted.aim)
     if best is not None:
         return Advice(scope, plans, now, best, None)
     # Only the time of a step is in doubt: a device that is not full favours a larger batch, a full one a smaller.
     in_doubt = [plan for plan in others if plan.basis == "bounds"]
-    larger = {plan: plan.idle.likely for plan in in_doubt if plan.batch >= now.batch and _is_better(plan.idle)}
-    smaller = {plan: plan.full.likely for plan in in_doubt if plan.batch < now.batch and _is_better(plan.full)}
-    return Advice(scope, plans, now, None, _smallest_of_fast(larger or smaller, wanted.aim))
+    maybe = {plan: plan.better.likely for plan in in_doubt if _is_better(plan.better)}
+    larger = {plan: cost for plan, cost in maybe.items() if plan.batch >= now.batch}
+    return Advice(scope, plans, now, None, _smallest_of_fast(larger or maybe, wanted.aim))
 
 
 def _is_better(cost: Range) -> bool:

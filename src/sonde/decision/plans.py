@@ -77,8 +77,9 @@ class Plan:
         steps: optimizer steps.
         units: of all steps.
         time: of training, over that of the present plan.
-        idle: the same, if a device that is not full takes hardly longer for a larger micro-batch.
-        full: the same, if the device is full.
+        better: the same, at the better end of the time of a step.
+        worse: the same, at its worse end. A larger micro-batch is best on a device that is not full, a smaller one on a
+            full device.
         rank_time: of all ranks together, over that of the present plan; the price follows it.
         basis: how the time is known.
         seconds: of training; None where the log has no clock.
@@ -92,8 +93,8 @@ class Plan:
     steps: Range
     units: Range
     time: Range
-    idle: Range
-    full: Range
+    better: Range
+    worse: Range
     rank_time: Range
     basis: Basis
     seconds: Range | None
@@ -192,8 +193,8 @@ def _costs(present: Present, critical: Range, split: tuple[int, int, int], batch
     ranks, accumulation, whole_micro = split
     parts = critical.of(lambda c: relative_steps(batch, present.batch, c))
     step, now = present.curve.of_step(micro, accumulation, ranks), present.step_time
-    idle, full = parts.times(step.low / now), parts.times(step.high / now)
-    time = Range(None if step.middle is None else full.middle, idle.low, full.high)
+    better, worse = parts.times(step.low / now), parts.times(step.high / now)
+    time = Range(None if step.middle is None else worse.middle, better.low, worse.high)
     rank_time, seconds, money = time.times(ranks / present.ranks), None, None
     steps = parts.times(present.steps)
     if present.has_clock:
@@ -209,8 +210,8 @@ def _costs(present: Present, critical: Range, split: tuple[int, int, int], batch
         steps=steps,
         units=steps.times(batch),
         time=time,
-        idle=idle,
-        full=full,
+        better=better,
+        worse=worse,
         rank_time=rank_time,
         basis=basis,
         seconds=seconds,

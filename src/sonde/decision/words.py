@@ -90,8 +90,10 @@ def _in_doubt(plan: Plan, now: Plan, unit: str) -> str:
     size = f"a batch of {units(plan.whole_batch, unit)}"
     if plan.whole_batch == now.whole_batch:
         size += f" in micro-batches of {plan.micro_batch:,}"
-    idle, full = part_in_words(plan.idle), part_in_words(plan.full)
-    return f"{size} takes {idle} the time if this device is not full, and {full} the time if it is"
+    empty, full = part_in_words(plan.better), part_in_words(plan.worse)
+    if plan.micro_batch < now.micro_batch:
+        empty, full = full, empty
+    return f"{size} takes {empty} the time if this device is not full, and {full} the time if it is"
 
 
 def _why_kept(lead: Advice, facts: Facts) -> str:
