@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from sonde.decision.decide import Wanted, decide
 from sonde.decision.facts import Facts
 from sonde.decision.law import Range
 from sonde.decision.plans import Present
@@ -79,3 +80,13 @@ def every_split(present: Present, batch: int, at_most: int) -> list[tuple[int, i
     largest = present.curve.largest
     splits = itertools.product([n for n in sizes if n <= at_most], sizes)
     return [(r, a, batch // r // a) for r, a in splits if r * a <= batch and batch // r // a <= largest]
+
+
+FLAT = tried((64, 0.010), (256, 0.012), (1024, 0.020), (4096, 0.080))
+
+
+def advised(known: Facts, **wanted: Any) -> tuple[str, float | None]:
+    """The kind of decision, and the batch that it is for."""
+    found = decide(known, Wanted(**wanted))
+    best = found.leading and found.leading.best
+    return found.kind, best.batch if best else None
