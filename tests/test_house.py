@@ -21,13 +21,13 @@ PRESENT = {
     "lines of code: files outside folders": 561,  # a table of commands
     "lines of code: gradient_norm": 1_552,  # several threads share no short loop out
     "lines of code: integrations": 1_586,  # schedules of trainers; their own norms, for all by one mechanism
-    "lines of code: log": 514,  # a branch has a log of its own
+    "lines of code: log": 514,  # the values of records, which lay in runs
     "lines of code: parallel": 1_238,  # norms that are still to be summed
     "lines of code: policy": 4_722,  # truncated policies, entropies by position, KL and bonus as causes
     "lines of code: runs": 3_155,  # what a log says of the next batch, for the report and for sonde advise
-    "lines of code: schedule": 393,  # a batch that grows with the noise scale
+    "lines of code: schedule": 393,  # rates of a loop, which lay in evidence
     "lines of code: stats": 259,  # + 1: a state shares nothing with its object
-    "lines of code of the study": 2_117,  # a growing batch at two ratios, and its figure
+    "lines of code of the study": 2_117,  # what rules of the rate cost beside the best rates
     "files of source": 238,  # advice from a log, for the report too; own norms
     "files that one window closes over": 71,  # the next batch; the norm of the update
     "files that one clip closes over": 14,
