@@ -117,6 +117,7 @@ def test_report_has_the_numbers_of_its_figures_without_bokeh_and_without_a_page(
 # A program that sees nothing else.
 
 CRITICAL, PROGRESS = 100.0, 3.0
+LOGGED = 66.7 * 1.5  # the average in the logs, times what the study found with AdamW
 """Of the trainings below: the critical batch size, and the exponent of the loss."""
 
 
@@ -164,9 +165,9 @@ def pick(found: dict[str, Any]) -> tuple[float, float | None]:
             (16, 32, 256, 512),
             32,
             64,
-            1e-3 * math.sqrt((1 + CRITICAL / 32) / (1 + CRITICAL / 64)),
+            1e-3 * math.sqrt((1 + LOGGED / 32) / (1 + LOGGED / 64)),
         ),  # it lies between those that were tried
-        ((8, 16, 512), 16, 32, 1e-3 * math.sqrt((1 + CRITICAL / 16) / (1 + CRITICAL / 32))),
+        ((8, 16, 512), 16, 32, 1e-3 * math.sqrt((1 + LOGGED / 16) / (1 + LOGGED / 32))),
     ],
 )
 def test_a_program_picks_the_right_next_run(
@@ -189,5 +190,5 @@ def test_a_program_picks_the_right_next_run(
     reached = {run["batch"]: found["common_loss"]["reached"][run["letter"]]["seconds"] for run in found["runs"]}
     assert reached == {size: pytest.approx(time_to(size), rel=0.1) for size in sizes}
     assert min(reached, key=lambda batch: reached[batch]) == fastest == min(sizes, key=time_to)
-    assert pick(found) == (picked, rate and pytest.approx(rate, rel=1e-3))
+    assert pick(found) == (picked, pytest.approx(rate))
     assert time_to(picked) <= min(map(time_to, sizes))
