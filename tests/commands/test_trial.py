@@ -142,7 +142,7 @@ def test_a_script_whose_times_are_known(
     assert timings.keys() == {(16, 4), (16, 1), (64, 1), (256, 1)}
     for (micro, accumulation), timing in timings.items():
         expected = accumulation * (0.005 + 0.0005 * micro)
-        assert expected < timing["seconds"] < 2 * expected + 0.05, timing  # sleeps end late, never early
+        assert expected < timing["seconds"] < 1.25 * expected + 0.05, timing  # sleeps end late, never early
         assert 0 < timing["beside"] < timing["seconds"] - expected  # two optimizers
         assert timing["ranks"] == 1
         assert timing["memory"] > 2**20
