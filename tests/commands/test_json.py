@@ -116,8 +116,7 @@ def test_report_has_the_numbers_of_its_figures_without_bokeh_and_without_a_page(
 
 # A program that sees nothing else.
 
-CRITICAL, PROGRESS = 100.0, 3.0
-LOGGED = 66.7 * 1.5  # the average in the logs, times what the study found with AdamW
+CRITICAL, PROGRESS, LOGGED = 100.0, 3.0, 66.7 * 1.5  # the last: the logs' average, times the factor of AdamW
 """Of the trainings below: the critical batch size, and the exponent of the loss."""
 
 
