@@ -42,6 +42,10 @@ def test_first_losses_that_are_not_the_checkpoints_own(tmp_path: Path) -> None:
         check_starts(seen(8, 16))
     losses(tmp_path / "16", "step 1020 loss 3.00001\nstep 1040 loss 2\n")  # rounded otherwise
     check_starts(seen(8, 16))
+    losses(tmp_path / "16", "step 1020 loss 2.5\n")  # ended by sonde after its first loss
+    with pytest.raises(ValueError, match=r"pass its step as --first-step"):
+        check_starts(seen(8, 16))
+    check_starts(seen(16))
 
 
 def test_printed_units(tmp_path: Path) -> None:

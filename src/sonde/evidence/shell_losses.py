@@ -151,7 +151,10 @@ def check_starts(seen: Iterable[Losses]) -> None:
     Raises:
         ValueError: if they differ, so that printed steps are no steps since the checkpoint.
     """
-    curves = [each.curve for each in seen if each.counts_on]
+    seen = list(seen)
+    # A run that was ended early may have printed its first loss alone.
+    may_count_on = [each for each in seen if each.counts_on or len(each.curve.losses) == 1]
+    curves = [each.curve for each in may_count_on] if any(each.counts_on for each in seen) else []
     firsts, progress = [curve.losses[0] for curve in curves], max((curve.progress for curve in curves), default=0.0)
     low, high = min(firsts, default=0.0), max(firsts, default=0.0)
     if high - low > _SAME * max(progress, 0.0):
