@@ -87,7 +87,7 @@ def steps_to(losses: Sequence[tuple[float, float]], target: float) -> float | No
 def settings_of(found: Mapping[str, Any], optimizer: str) -> list[str]:
     """The options of the script for the rates that advise has printed."""
     options = []
-    for row in found["rates"]:
+    for row in found["changes"][0]["rates"]:
         for setting in row["settings"]:
             if setting["then"] is not None and setting["name"] in OF_ADVISE:
                 name = OF_ADVISE[setting["name"]]
@@ -121,7 +121,7 @@ def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | Non
             (log / TRIAL_NAME).write_text(json.dumps(curve))
         decision = json.loads(run([*advise, *(tries if curve is None else ())]))
         tried = [batch, *(max(round(batch * factor), 1) for factor in TIMES)]
-        plan = decision["plan"]
+        plan = next(iter(decision["advice"].values()))["best"]
         advised = batch if plan is None else round(plan["batch"])
         result: dict[str, Any] = {"task": task, "optimizer": optimizer, "seed": seed, "target": target}
         result |= {"kind": decision["kind"], "sentence": decision["sentence"], "advised": advised, "batches": {}}

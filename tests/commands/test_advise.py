@@ -136,15 +136,16 @@ def test_what_is_advised_comes_with_its_flags_and_rates(tmp_path: Path, capsys: 
     assert found["kind"] == "larger"
     n, ranks = best["accumulation"], best["ranks"]
     loader = f"DataLoader(batch_size={best['micro_batch']})"
-    assert found["how"][0] == f"Trainer(devices={ranks}, accumulate_grad_batches={n}), {loader}"
-    [row] = found["rates"]
+    change = found["changes"][0]
+    assert change["how"][0] == f"Trainer(devices={ranks}, accumulate_grad_batches={n}), {loader}"
+    [row] = change["rates"]
     rate = {s["name"]: s["then"] for s in row["settings"]}["learning rate"]
     critical = found["advice"]["for a run like this one"]["scope"]["critical"]["middle"]
     assert rate == pytest.approx(1e-3 * ((1 + critical / 8) / (1 + critical / best["batch"])) ** 0.5)
     shown = main_out(capsys, folder, "--trainer", "deepspeed", "--ranks-at-most", "8")
     assert f'"train_batch_size": {best["batch"]:.0f}' in shown
     assert f"To set a batch of {best['batch']:.0f} sequences (DeepSpeed):" in shown
-    assert asked(capsys, folder, "--batch", "24")["plan"]["batch"] == 24.0
+    assert asked(capsys, folder, "--batch", "24")["changes"][0]["plan"]["batch"] == 24.0
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_in_rl_the_log_of_a_policy_is_enough(tmp_path: Path, capsys: pytest.Capt
     known = sonde.read_run(tmp_path).policy[-1].metrics["gns_prompts/b_simple"] or 0.0
     critical = found["advice"]["from here on"]["scope"]["critical"]["middle"]
     assert critical == pytest.approx((IN_RL["Adam"].median or 0) * known)
-    assert "= 64, in completions" in "\n".join(found["how"])
+    assert "= 64, in completions" in "\n".join(found["changes"][0]["how"])
     assert "twice the completions to each prompt would cut the noise of a step by 35" in "\n".join(found["notes"])
 
 

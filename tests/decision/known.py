@@ -64,8 +64,8 @@ def curves(draw: st.DrawFn, micro: float, accumulation: int, ranks: int) -> Time
 def ends_of(present: Present, critical: Range, split: tuple[int, int, int], batch: float) -> tuple[list[float], ...]:
     """Steps, and time over that of the present plan, at each end of B_crit and each end of the time of a step."""
     ranks, accumulation, micro = split
-    now = present.curve.of_step(present.micro_batch, present.accumulation, present.ranks).likely
-    step = present.curve.of_step(micro, accumulation, ranks)
+    now = present.step_time
+    step, _ = present.curve.of_step(micro, accumulation, ranks)
     steps, times = [], []
     for c in (critical.low, critical.high):
         part = present.batch / batch if math.isinf(c) else (1 + c / batch) / (1 + c / present.batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def sure_plans(known: Facts, wanted: Wanted, advice: Advice) -> dict[float, floa
         for split in every_split(now, round(size), min(most, known.ranks) if far else most):
             price = split[0] / known.ranks if wanted.aim == "cheapest" else 1.0
             ends = [price * time for time in ends_of(now, critical, split, size)[1]]
-            step, likely = now.curve.of_step(split[2], split[1], split[0]), max(ends)
+            step, likely = now.curve.of_step(split[2], split[1], split[0])[0], max(ends)
             if critical.middle is not None:
                 part = (1 + critical.middle / size) / (1 + critical.middle / now.batch)
                 likely = price * part * step.high / now.step_time
@@ -97,7 +98,8 @@ def test_a_decision_says_what_its_own_table_says(of: tuple[Facts, Wanted]) -> No
     assert lead is not None
     is_better = [p for p in lead.plans if p.time.high <= 0.9 and p is not lead.present and p.steps.likely >= 30]
     assert (found.kind == "time") == (lead.best is None and lead.maybe is not None)
-    assert (found.plan, found.how != ()) == (lead.best, lead.best is not None)
+    assert [change.plan for change in found.changes][:1] == [a.best for a in found.advice.values() if a.best][:1]
+    assert all(change.how for change in found.changes)
     if lead.best is not None:
         assert found.kind == {-1: "smaller", 0: "reshape", 1: "larger"}[side(lead.best, lead.present)]
         assert f"{lead.best.whole_batch:,} rows" in found.sentence or "1 row" in found.sentence
@@ -148,7 +150,7 @@ def test_one_device_is_told_what_a_larger_batch_costs_on_it() -> None:
     steps = of_64.steps.likely / 1000
     assert (of_64.better.likely, of_64.worse.likely) == (pytest.approx(steps), pytest.approx(4 * steps))
     assert "if this device is not full, and" in found.sentence
-    assert decide(known, log="runs/a").command == "sonde advise runs/a --try -- python train.py --batch {batch}"
+    assert decide(known, logs=[Path("a")]).command == "sonde advise a --try -- python train.py --batch {batch}"
     measured = tried((16, 0.010), (64, 0.0111), (256, 0.020))
     after = decide(dataclasses.replace(known, curve=measured))
     assert after.kind == "larger"
@@ -218,15 +220,14 @@ def test_a_batch_whose_statistics_enter_the_loss_is_not_cut_smaller() -> None:
 
 
 def test_the_steps_to_train_are_those_of_the_ranges_upper_end() -> None:
-    found = decide(facts(64, 3000.0, curve=tried((64, 0.010), (256, 0.012), (1024, 0.020))))
-    assert found.plan is not None
-    assert found.plan.steps.middle is not None
-    assert found.plan.steps.middle < found.plan.steps.high
-    assert found.how[-1].startswith(f"{math.ceil(found.plan.steps.high)} steps learn what 1,000 steps do now, ")
-    bound = decide(
+    found, *_ = decide(facts(64, 3000.0, curve=tried((64, 0.010), (256, 0.012), (1024, 0.020)))).changes
+    steps = found.plan.steps
+    assert steps.middle is not None
+    assert steps.middle < steps.high
+    assert found.how[-1].startswith(f"{math.ceil(steps.high)} steps learn what 1,000 steps do now, ")
+    bound, *_ = decide(
         dataclasses.replace(facts(64, 3000.0, curve=FLAT), average=RatioInterval("lower_bound", 2000.0, math.inf))
-    )
-    assert bound.plan is not None
+    ).changes
     assert "steps learn what" in bound.how[-1]
 
 
@@ -235,9 +236,7 @@ def test_a_training_keeps_thirty_steps_and_goes_no_further_than_64_times_its_bat
     for n_steps, most in ((150, 256.0), (100_000, 4096.0)):
         known = dataclasses.replace(facts(64, 1e7, curve=far), n_steps=n_steps)
         assert advised(known, aim="fastest")[1] == most
-        best = decide(known, Wanted(aim="fastest")).plan
-        assert best is not None
-        assert best.steps.likely >= 30
+        assert all(each.plan.steps.likely >= 30 for each in decide(known, Wanted(aim="fastest")).changes)
 
 
 def test_no_batch_is_advised_below_what_the_loss_needs() -> None:
@@ -248,9 +247,8 @@ def test_no_batch_is_advised_below_what_the_loss_needs() -> None:
     assert decide(known, Wanted(least=64)).kind == "keep"
     with pytest.raises(ValueError, match="--least 100 is more than the batch of this run, 64"):
         decide(known, Wanted(least=100))
-    least = decide(known, Wanted(least=32)).plan
-    assert least is not None
-    assert least.batch >= 32
+    [least] = decide(known, Wanted(least=32)).changes
+    assert least.plan.batch >= 32
 
 
 @pytest.mark.parametrize(
@@ -295,6 +293,10 @@ def test_next_run_and_this_run_are_joined_by_a_sentence(
         assert (other in found.sentence) == joined.startswith(other)
     assert joined in found.sentence
     assert (here.best is not None) == (joined.startswith((". Change", ". From")))
+    sizes = dict.fromkeys(plan.batch for plan in (lead.best, here.best) if plan)
+    assert [(each.plan.batch, "steps learn what" in each.how[-1]) for each in found.changes] == [
+        (n, True) for n in sizes
+    ]
 
 
 def test_from_here_on_alone_speaks_of_nothing_else() -> None:
@@ -318,7 +320,7 @@ def test_from_here_on_alone_speaks_of_nothing_else() -> None:
 )
 def test_there_is_no_decision_before_something_is_known(early: dict[str, Any], reason: str) -> None:
     found = decide(dataclasses.replace(facts(32, 3000.0), **early))
-    assert (found.kind, found.advice, found.plan, found.command, found.how) == ("wait", {}, None, "", ())
+    assert (found.kind, found.advice, found.changes, found.command) == ("wait", {}, (), "")
     assert found.sentence.startswith("No verdict yet")
     assert reason in found.reason[:1].lower() + found.reason[1:]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from sonde.decision.proxy import FACTORS, OF_BRANCHES
 from sonde.decision.time_curve import TimeCurve
 from sonde.runs.facts import facts_of_run
 from sonde.runs.reader import read_run
-from tests.decision.known import ADAMW
+from sonde.stats.intervals import RatioInterval
+from tests.decision.known import ADAMW, facts
 from tests.runs.report.plausible_run import Record, header_record, reading_record, with_metrics, written
 
 
@@ -72,7 +75,7 @@ def test_the_step_of_a_log_whose_pieces_ranks_do_not_share_evenly_is_known(tmp_p
     known = log_of(tmp_path, [(8.0 * pieces, pieces, 100.0)] * 20)
     assert known.micro_batch == pytest.approx(8)
     assert known.curve is not None
-    found = known.curve.of_step(known.micro_batch, known.accumulation, 2)
+    found = known.curve.of_step(known.micro_batch, known.accumulation, 2)[0]
     assert (found.low, found.high) == (pytest.approx(8 * pieces / 100), pytest.approx(8 * pieces / 100))
 
 
@@ -84,10 +87,25 @@ def test_sizes_that_differ_within_a_log_are_a_curve(tmp_path: Path) -> None:
     assert list(known.scopes) == [FROM_HERE_ON]
     assert isinstance(known.curve, TimeCurve)
     assert [(t.micro_batch, round(t.seconds, 6)) for t in known.curve.timings] == [(16, 0.010), (64, 0.011)]
-    assert known.curve.of_step(40, 1, 1).middle == pytest.approx(0.0105)
+    assert known.curve.of_step(40, 1, 1)[0].middle == pytest.approx(0.0105)
     # Short windows at the end of each epoch change nothing.
     short = log_of(tmp_path / "short", [(64.0 - 4.8 * (i % 20 == 0), 1, 100.0) for i in range(60)], header=header)
     assert not short.batch_changed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch": math.nan}, "batch must be positive and finite, got nan"),
+        ({"batch": 0.0}, "batch must be positive"),
+        ({"batch": math.inf}, "batch must be positive"),
+        ({"ranks": 0}, "ranks must be positive"),
+        ({"now": RatioInterval("resolved", 1.0, math.nan, ratio=2.0)}, "a noise scale must be 0 or more"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(facts(64, 320.0), **wrong)
 
 
 def test_a_checkpoint_has_no_time_and_no_run(tmp_path: Path) -> None:

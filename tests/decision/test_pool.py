@@ -48,7 +48,9 @@ def test_bounds_hold_together_where_no_run_has_both_ends() -> None:
     both = average_of([low(10.0), high(30.0)])
     assert (both.low, both.high, both.ratio) == (10.0, 30.0, None)
     assert average_of([low(10.0), resolved(100.0)]).ratio == pytest.approx(100.0)
-    assert average_of([]).status == average_of([unresolved("")]).status == "unresolved"
+    contradicting = [low(100.0), high(20.0)]
+    for nothing in ([], [unresolved("")], contradicting):
+        assert average_of(nothing).status == "unresolved"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from sonde.decision.decide import Decision, Wanted, decide
 from sonde.decision.facts import RUN_LIKE_THIS
 from sonde.decision.time_curve import TimeCurve, Timing
-from tests.decision.known import FLAT, advised, facts
+from tests.decision.known import FLAT, advised, facts, tried
 
 
 def test_a_budget_is_kept_at_the_worse_end() -> None:
@@ -55,6 +55,18 @@ def test_nothing_is_fastest_and_nothing_is_priced_without_a_clock() -> None:
         assert decide(facts(64, 320.0), Wanted(**wanted, units_per_second=100.0)).leading is not None
 
 
+def test_a_throughput_that_is_passed_keeps_what_was_tried() -> None:
+    known = facts(64, 3000.0, curve=tried((64, 0.010), (256, 0.012)))
+    as_tried, slower = (decide(known, Wanted(units_per_second=speed)).leading for speed in (None, 640.0))
+    assert as_tried is not None
+    assert slower is not None
+    for before, after in zip(as_tried.plans, slower.plans, strict=True):
+        assert (after.time.high, after.basis) == (pytest.approx(before.time.high), before.basis)
+        assert before.seconds is not None
+        assert after.seconds is not None
+        assert after.seconds.high == pytest.approx(10 * before.seconds.high)
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
@@ -74,8 +86,8 @@ def test_what_cannot_be_wanted_is_refused(wanted: dict[str, Any], said: str) -> 
 def test_the_next_command_is_as_a_shell_reads_it_and_on_as_many_ranks() -> None:
     known = facts(64, 60_000.0, pieces=8.0, ranks=4)
     command = "sonde advise 'runs/a b' --try -- torchrun --nproc-per-node 4 train.py --batch {batch}"
-    assert decide(known, log=Path("runs/a b")).command == command
-    assert decide(known, log="'runs/a b' runs/c").command == command.replace("b' ", "b' runs/c ", 1)
+    assert decide(known, logs=[Path("runs/a b")]).command == command
+    assert decide(known, logs=[Path("runs/a b"), Path("runs/c")]).command == command.replace("b' ", "b' runs/c ", 1)
 
 
 def test_a_batch_that_is_asked_for_is_set_as_it_is_and_changes_no_decision() -> None:
@@ -84,25 +96,25 @@ def test_a_batch_that_is_asked_for_is_set_as_it_is_and_changes_no_decision() -> 
     for size in (100.0, 992.0, 1000.0, 1025.0):
         found = decide(known, Wanted(batch=size))
         assert (found.kind, found.sentence) == (without.kind, without.sentence)
-        assert found.plan is not None
-        assert found.plan.whole_batch == size
-        assert "split" not in found.how[0]
+        [change] = found.changes
+        assert change.plan.whole_batch == size
+        assert "split" not in change.how[0]
 
 
 def test_a_batch_that_is_asked_for_has_flags_and_a_rate() -> None:
     """Rates, flags and words are for the batch that can be set."""
     known = facts(64, 28.0, pieces=8.0, ranks=2, curve=TimeCurve((Timing(8, 4, 2, 0.5, 0.0),), 9), trainer="Lightning")
-    found, of_16 = (decide(known, Wanted(batch=size)) for size in (17.0, 16.0))
-    assert found.plan is not None
-    assert (found.plan.whole_batch, found.rates) == (16, of_16.rates)
-    assert found.how == ("17 does not split well into ranks and micro-batches: this sets 16", *of_16.how)
-    assert found.rates[0].batch == 16
-    assert decide(known, Wanted(batch=100.0, trainer="nanochat")).rates == ()  # it scales them by itself
+    [change], [of_16] = (decide(known, Wanted(batch=size)).changes for size in (17.0, 16.0))
+    assert (change.plan.whole_batch, change.rates) == (16, of_16.rates)
+    assert change.how == ("17 does not split well into ranks and micro-batches: this sets 16", *of_16.how)
+    assert change.rates[0].batch == 16
+    [change] = decide(known, Wanted(batch=100.0, trainer="nanochat")).changes
+    assert change.rates == ()  # it scales them by itself
 
 
 def test_an_average_batch_is_said_in_whole_numbers() -> None:
     """An epoch's last windows are short."""
     found = decide(facts(15.9, 500.0, curve=TimeCurve((Timing(15.9, 1, 1, 0.01, 0.0), Timing(64, 1, 1, 0.011, 0.0)))))
     assert found.kind == "larger"
-    assert found.plan is not None
-    assert found.plan.batch == found.plan.whole_batch == 64
+    [change] = found.changes
+    assert change.plan.batch == change.plan.whole_batch == 64

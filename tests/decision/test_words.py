@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
 from sonde.decision.decide import Wanted, decide
 from sonde.decision.law import Range
+from sonde.decision.time_curve import TimeCurve, Timing
 from sonde.decision.words import over, part_in_words
 from sonde.wording import units
 from tests.decision.known import facts, tried
@@ -18,6 +20,7 @@ def test_costs_in_words() -> None:
     space = "\N{NO-BREAK SPACE}"
     assert part_in_words(over(Range(68.0, 62.0, 75.0), Range(100.0, 100.0, 100.0))) == f"68{space}% [62 – 75] of"
     assert part_in_words(Range(1.4, 0.95, 2.0)) == "1.4 [0.95 – 2] times"
+    assert part_in_words(Range(1.04, 1.01, 1.2)) == "1.04 [1.01 – 1.2] times"
     assert part_in_words(Range(0.5, 0.5, 0.5)) == f"50{space}% of"
     assert part_in_words(Range(None, 0.25, 0.37)) == f"25 to 37{space}% of"
     assert part_in_words(Range(0.0031, 0.0012, 1.0004)) == f"0.3{space}% [0.1 – 100] of"
@@ -47,6 +50,14 @@ def test_the_sentence_has_the_numbers_of_the_plan() -> None:
         f"Start the next run with a batch of {plan.batch:,.0f} rows: it needs {parts[0]} the steps and {parts[1]} the "
         f"rows. It takes {part_in_words(plan.time)} the time."
     )
+
+
+def test_what_only_the_optimizers_update_leaves_in_doubt_is_not_laid_to_the_device() -> None:
+    """Two logs timed two sizes, each step as a whole."""
+    curve = TimeCurve((Timing(16, 1, 1, 0.010), Timing(32, 1, 1, 0.0183)))
+    found = decide(facts(16, 20_000.0, curve=curve))
+    assert found.kind == "time"
+    assert re.search(r"takes \d.* of the time if the optimizer's update takes much of a step, and ", found.sentence)
 
 
 def test_ranks_are_said_where_there_are_others() -> None:

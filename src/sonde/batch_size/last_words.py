@@ -25,7 +25,8 @@ def decision_of(probe: NoiseScaleProbe, reading: NoiseScaleReading) -> Decision:
         probe: that the reading is of.
         reading: the last one.
     """
-    return decide(facts_of(**probe.known_of(reading)), log=probe.run_log.folder)
+    folder = probe.run_log.folder
+    return decide(facts_of(**probe.known_of(reading)), logs=[] if folder is None else [folder])
 
 
 def said_at_end(probe: NoiseScaleProbe, reading: NoiseScaleReading) -> list[str]:

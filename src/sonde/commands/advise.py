@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,9 @@ def run_advise(options: AdviseOptions, command: Sequence[str] = ()) -> int:
     facts = pool(facts_of_runs(runs))
     if options.try_ or command:
         facts = _tried(facts, options, command)
-    found = decide(facts, wanted, log=shlex.join(map(str, options.runs)))
+    found = decide(facts, wanted, logs=options.runs)
+    if found.kind != "time":
+        found = dataclasses.replace(found, command="")  # this is it
     remarks = " ".join(f"The log of {run.name}: {'; '.join(run.remarks)}." for run in runs if run.remarks)
     if options.json:
         print_json(vars(found) | {"remarks": remarks})
@@ -134,20 +135,21 @@ def _show(found: Decision, remarks: str, console: Console) -> None:
             f"\n{name.capitalize()}: costs of what {number(steps, 6)} steps of {units(now.whole_batch, unit)} learn"
         )
         print_table(_cost_rows(advice, found, unit), console, right=range(6))
-    if found.plan is not None:
-        console.print(f"\nTo set a batch of {units(found.plan.whole_batch, unit)} ({found.trainer}):")
-        for line in found.how:
+    for change in found.changes:
+        of = f"{change.scope}, {found.trainer}" if len(found.changes) > 1 else found.trainer
+        console.print(f"\nTo set a batch of {units(change.plan.whole_batch, unit)} ({of}):")
+        for line in change.how:
             console.print(f"  {line}", soft_wrap=True)
-        if not found.rates and found.trainer not in SET_THEIR_RATES:
+        if not change.rates and found.trainer not in SET_THEIR_RATES:
             console.print("The rate to go with it is not known: the log does not say the optimizer's settings.")
-    for row in found.rates:
-        console.print(f"\n{row.optimizer}, for a batch of {units(row.batch, unit)}")
-        if row.settings:
-            print_table(_rate_rows(row), console)
-        console.print(row.words)
+        for row in change.rates:
+            console.print(f"\n{row.optimizer}, for a batch of {units(row.batch, unit)}")
+            if row.settings:
+                print_table(_rate_rows(row), console)
+            console.print(row.words)
     for note in (*filter(None, [remarks]), *found.notes):
         console.print(f"\n{note}")
-    if found.command and found.kind == "time":
+    if found.command:
         console.print(f"\nNext: {found.command}", soft_wrap=True)
 
 
@@ -178,7 +180,7 @@ def _mark(plan: Plan, advice: Advice, found: Decision) -> str:
         return "best  "
     if plan is advice.maybe:
         return "try  "
-    return "set  " if plan == found.plan else ""
+    return "set  " if plan in [change.plan for change in found.changes] else ""
 
 
 def _cell(known: Range) -> str:

@@ -38,7 +38,7 @@ def run_as_json(each: ComparedRun, whole: Run) -> dict[str, Any]:
         found["loss"] = {"name": loss.name, "value": loss.value, **place(each, loss.reading)}
     found["alerts"] = [{"message": f.message, "when": f.when} for f in failed_checks(whole) if not f.is_over]
     found["panels"] = verdict_panels(whole)
-    return found | decided(lambda: decide(facts_of_run(whole), log=whole.path.parent))
+    return found | decided(lambda: decide(facts_of_run(whole), logs=[whole.path.parent]))
 
 
 def place(each: ComparedRun, reading: AnyReading) -> dict[str, float | None]:

@@ -8,8 +8,9 @@ The exit line of a run, the report, `sonde watch`, `advise`, `compare` and `bran
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from sonde.decision import words
@@ -30,8 +31,6 @@ WORTH = 0.9
 _AS_FAST = 1.25
 """Of batches that take so many times the least time at most, the smallest is taken: it needs the fewest units, and asks
 least of the law and of the rule of the rate."""
-
-
 _FEWEST_LEFT = 30
 """Steps that a training must keep: a warm-up, and the averages of an optimizer, take some of them."""
 _BEYOND = 1.5
@@ -99,6 +98,23 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A batch to set.
+
+    Attributes:
+        scope: that it is for.
+        plan: of it.
+        how: the trainer is told, in lines.
+        rates: of each group of the optimizer.
+    """
+
+    scope: str
+    plan: Plan
+    how: tuple[str, ...]
+    rates: tuple[RateRow, ...]
+
+
+@dataclass(frozen=True)
 class Decision:
     """What to do with the batch size.
 
@@ -111,10 +127,9 @@ class Decision:
         wait: what would make the noise scale known better; empty where that would change nothing.
         facts: of the training.
         advice: for a run like this one, and from here on, as far as they are known.
-        plan: that `how` and `rates` are for; None where the batch is kept.
         trainer: its name.
-        how: how the trainer is told, in lines.
-        rates: of each group of the optimizer.
+        changes: what to set, for the next run, and for what is left of this one where that is another batch; none where
+            the batch is kept.
         notes: what the numbers rest on.
     """
 
@@ -126,10 +141,8 @@ class Decision:
     wait: str
     facts: Facts
     advice: Mapping[str, Advice]
-    plan: Plan | None
     trainer: str
-    how: tuple[str, ...]
-    rates: tuple[RateRow, ...]
+    changes: tuple[Change, ...]
     notes: tuple[str, ...]
 
     @property
@@ -138,7 +151,7 @@ class Decision:
         return next(iter(self.advice.values()), None)
 
 
-def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) -> Decision:
+def decide(facts: Facts, wanted: Wanted | None = None, *, logs: Sequence[Path] = ()) -> Decision:
     """What to do with the batch size of a training.
 
     Another batch is decided on if it takes less time at both ends of what is known, of B_crit and of the time of a
@@ -147,7 +160,7 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
     Args:
         facts: of the training; of several logs, as `pool` has joined them.
         wanted: by the user.
-        log: folder of the log, for the next command; or several, as a shell reads them.
+        logs: folders of the logs, for the next command; without one, there is none.
 
     Raises:
         ValueError: for an aim or a budget that needs what is not known, and a budget that no batch keeps.
@@ -168,7 +181,7 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
         )
     if facts.why_none:
         said = words.of_waiting(facts)
-        return Decision("wait", "No verdict yet", *said, facts, {}, None, trainer, (), (), ())
+        return Decision("wait", words.BADGES["wait"], *said, facts, {}, trainer, (), ())
     advice = {
         name: _advise(facts, scope, wanted)
         for name, scope in facts.scopes.items()
@@ -178,25 +191,36 @@ def decide(facts: Facts, wanted: Wanted | None = None, *, log: object = None) ->
         why = "its batch changed" if facts.batch_changed else "its average noise scale is not known"
         raise ValueError(f"--budget is for a whole run like this one, and {why}: leave it out")
     lead = next(iter(advice.values()))
-    plan = lead.best
-    if wanted.batch is not None:
-        plan = min(lead.plans, key=lambda each: abs(math.log(each.batch / (wanted.batch or 1.0))))
+    changes = tuple(_changes(facts, advice, wanted.batch, trainer))
     kind = _kind(lead)
     return Decision(
         kind,
         words.BADGES[kind],
-        words.sentence(facts, advice) + _of_rate(facts, trainer, lead),
+        words.sentence(facts, advice) + _of_rate(facts, trainer, advice),
         words.reason(facts, advice),
-        words.command(kind, log, facts),
+        words.command(logs, facts, is_in_doubt=kind == "time") if changes or kind == "time" else "",
         facts.wait if kind == "keep" and lead.may_be_better else "",
         facts,
         advice,
-        plan,
         trainer,
-        () if plan is None else (*_how(facts, trainer, plan, wanted.batch), *words.steps_to_train(plan, lead)),
-        () if plan is None else _rates(facts, trainer, plan, lead.scope),
-        tuple(words.notes(facts, advice, plan, wanted.ranks_at_most)),
+        changes,
+        tuple(words.notes(facts, advice, changes[0].plan if changes else None, wanted.ranks_at_most)),
     )
+
+
+def _changes(facts: Facts, advice: Mapping[str, Advice], asked: float | None, trainer: str) -> Iterator[Change]:
+    """What to set, for each scope that takes another batch than those before; or the batch that the user asks about."""
+    sizes = {0}
+    for scope, found in advice.items():
+        plan = found.best
+        if asked is not None:
+            plan = min(found.plans, key=lambda each: abs(math.log(each.batch / asked)))
+        if plan is not None and plan.whole_batch not in sizes:
+            sizes.add(plan.whole_batch)
+            how = (*_how(facts, trainer, plan, asked), *words.steps_to_train(plan, found))
+            yield Change(scope, plan, how, _rates(facts, trainer, plan, found.scope))
+        if asked is not None:
+            return
 
 
 def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
@@ -245,11 +269,13 @@ def _smallest_of_fast(costs: Mapping[Plan, float], aim: Aim) -> Plan | None:
 def _present(facts: Facts, scope: Scope, wanted: Wanted) -> Present:
     """The training as it is. Without a clock, one of its steps takes 1."""
     is_balanced = wanted.aim == "balanced" and wanted.budget is None
-    curve, batch = facts.curve, facts.batch or 1.0
     micro, accumulation, ranks = nearly_whole(facts.micro_batch), facts.accumulation, facts.ranks
+    curve, batch = facts.curve or TimeCurve((Timing(micro, accumulation, ranks, 1.0),)), facts.batch or 1.0
+    has_clock = facts.curve is not None or wanted.units_per_second is not None
     if wanted.units_per_second is not None:
-        curve = TimeCurve((Timing(micro, accumulation, ranks, batch / wanted.units_per_second),))
-    if wanted.cost_per_hour is not None and curve is None:
+        now, _ = curve.of_step(micro, accumulation, ranks)
+        curve = curve.times(batch / wanted.units_per_second / now.likely)
+    if wanted.cost_per_hour is not None and not has_clock:
         raise ValueError("--cost-per-hour needs the throughput, which the log lacks: pass --units-per-second too")
     return Present(
         batch=batch,
@@ -258,8 +284,8 @@ def _present(facts: Facts, scope: Scope, wanted: Wanted) -> Present:
         accumulation=accumulation,
         ranks=ranks,
         ranks_at_most=wanted.ranks_at_most or ranks,
-        curve=curve or TimeCurve((Timing(micro, accumulation, ranks, 1.0),)),
-        has_clock=curve is not None,
+        curve=curve,
+        has_clock=has_clock,
         cost_per_hour=wanted.cost_per_hour,
         least_micro_batch=micro if facts.needs_batch else 0.0,
         # Far beyond B_crit, more ranks bring less than they cost.
@@ -309,9 +335,10 @@ def _how(facts: Facts, trainer: str, plan: Plan, asked: float | None) -> tuple[s
     return (said, *how)
 
 
-def _of_rate(facts: Facts, trainer: str, lead: Advice) -> str:
+def _of_rate(facts: Facts, trainer: str, advice: Mapping[str, Advice]) -> str:
     """That the advised batch needs a rate that no rule gives; empty where one does."""
-    if lead.best is None or lead.best.whole_batch == lead.present.whole_batch or trainer in SET_THEIR_RATES:
+    others = [each.best for each in advice.values() if each.best and each.best.whole_batch != each.present.whole_batch]
+    if not others or trainer in SET_THEIR_RATES:
         return ""
     why = [why for group in facts.settings if (why := why_no_rule(group))] or [""] * bool(facts.optimizer)
     return words.without_rate(next(iter(why), "the log does not say the optimizer"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,6 @@ _OF_PLAY = ("steps", "timesteps", "transitions", "frames")
 """Units of losses over an agent's play, such as PPO's."""
 STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
-
-
 _NOTHING = unresolved("")
 
 
@@ -125,6 +124,15 @@ class Facts:
     branched: Range | None = None
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "ranks", "pieces"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value:g}")
+        for known in (self.now, self.average):
+            if not all(end is None or end >= 0 for end in (known.low, known.high, known.ratio)):
+                raise ValueError(f"a noise scale must be 0 or more, got {known.in_words}")
+
     @property
     def micro_batch(self) -> float:
         """Units of one backward on one rank."""
@@ -164,7 +172,7 @@ class Facts:
                 continue
             if known.low is None:
                 continue
-            known = times(known, batch / counted)
+            known = known.times(batch / counted)
             factor = factor_for(self.unit, self.optimizer, self.metric, from_here_on=name == FROM_HERE_ON)
             found[name] = Scope(known, factor, critical_range(known, factor), float(steps or STEPS))
         return found
@@ -193,7 +201,7 @@ def facts_of(
         optimizer_changed: whether the optimizers are of another kind than the set-up says.
         **more: further fields.
     """
-    trains, batch = not setup.get("fixed_weights"), metrics.get("gns/units_per_window")
+    trains, batch = not setup.get("fixed_weights"), metrics.get("gns/units_per_window") or None
     first_step = round(metrics.get("gns/first_step") or 1)
     tokens = metrics.get("gns/units_per_window_tokens")
     batch_norms = (
@@ -221,9 +229,3 @@ def facts_of(
         model="" if setup.get("parameters") is None else f"{int(setup['parameters']):,} parameters",
         **more,
     )
-
-
-def times(known: RatioInterval, factor: float) -> RatioInterval:
-    """The same ratio in a unit of another size."""
-    low, high, ratio = (None if end is None else end * factor for end in (known.low, known.high, known.ratio))
-    return RatioInterval(known.status, low, high, known.reason, ratio, known.log_error)

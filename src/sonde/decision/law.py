@@ -10,6 +10,10 @@ from sonde.wording import in_units
 
 FEWEST_STEPS = 100
 """Steps of training before a decision: in the first ones the noise scale grows by tens of times."""
+FAR = 4.0
+"""A batch is far from B_crit from so many times above it, or below it."""
+FURTHEST = 64.0
+"""No batch is considered so many times above the present one, or below it: the study tried rates up to there."""
 _SAME_BATCH = 1.2
 """Batches within this factor count as one."""
 _ALIKE = 0.01

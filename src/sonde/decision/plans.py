@@ -7,15 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sonde.decision.law import Range, relative_steps
+from sonde.decision.law import FAR, FURTHEST, Range, relative_steps
 from sonde.decision.time_curve import Basis, TimeCurve
 
 HOUR = 3600.0
-_FURTHEST = 6
-"""Batches that are considered, as powers of two over the present one. The study tried rules of the rate up to there."""
-_FAR = 4.0
-"""Batches further from B_crit than so many times are not considered: a whole training is taken to obey the law there,
-and so is the rule of the rate."""
 _DEEPEST = 10
 """Accumulations that are considered are powers of two up to this one, beside the present one."""
 _OFF = 0.1
@@ -62,7 +57,7 @@ class Present:
     @property
     def step_time(self) -> float:
         """Of one step, by the curve's clock."""
-        return self.curve.of_step(self.micro_batch, self.accumulation, self.ranks).likely
+        return self.curve.of_step(self.micro_batch, self.accumulation, self.ranks)[0].likely
 
 
 @dataclass(frozen=True)
@@ -120,13 +115,17 @@ def plans_of(present: Present, critical: Range) -> tuple[Plan, ...]:
 
 
 def _sizes(present: Present, critical: Range) -> Iterator[float]:
-    """Powers of two times the present batch near B_crit, and the batches whose time was measured."""
+    """Powers of two times the present batch near B_crit, and the batches whose time was measured.
+
+    None is far from B_crit: a whole training is taken to obey the law, and the rule of the rate.
+    """
     batch, known = present.whole_batch, [end for end in (critical.low, critical.high) if 0 < end < math.inf]
     middle = [critical.middle] if critical.middle is not None else known
-    low, high = min(batch / 2, *(end / _FAR for end in middle)), max(batch * 2, *(end * _FAR for end in middle))
-    timed = [each.batch for each in present.curve.timings]
-    for size in (*(batch * 2.0**k for k in range(-_FURTHEST, _FURTHEST + 1)), *timed):
-        if low <= size <= high and size >= 1 and size != batch and abs(math.log2(size / batch)) <= _FURTHEST:
+    low = max(min(batch / 2, *(end / FAR for end in middle)), batch / FURTHEST, 1)
+    high = min(max(batch * 2, *(end * FAR for end in middle)), batch * FURTHEST)
+    powers = itertools.takewhile(lambda size: size <= high, (batch / FURTHEST * 2.0**k for k in itertools.count()))
+    for size in (*powers, *(each.batch for each in present.curve.timings)):
+        if low <= size <= high and size != batch:
             yield size
 
 
@@ -192,7 +191,7 @@ def _costs(present: Present, critical: Range, split: tuple[int, int, int], batch
     """
     ranks, accumulation, whole_micro = split
     parts = critical.of(lambda c: relative_steps(batch, present.batch, c))
-    step, now = present.curve.of_step(micro, accumulation, ranks), present.step_time
+    (step, basis), now = present.curve.of_step(micro, accumulation, ranks), present.step_time
     better, worse = parts.times(step.low / now), parts.times(step.high / now)
     time = Range(None if step.middle is None else worse.middle, better.low, worse.high)
     rank_time, seconds, money = time.times(ranks / present.ranks), None, None
@@ -201,7 +200,6 @@ def _costs(present: Present, critical: Range, split: tuple[int, int, int], batch
         seconds = time.times(present.steps * now)
         if present.cost_per_hour is not None:
             money = rank_time.times(present.steps * now / HOUR * present.cost_per_hour)
-    basis = present.curve.basis(micro, accumulation, ranks)
     return Plan(
         batch=batch,
         ranks=ranks,

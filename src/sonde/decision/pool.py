@@ -72,7 +72,8 @@ def average_of(known: Sequence[RatioInterval]) -> RatioInterval:
         low, high = max(map(_low, known), default=0.0), min(map(_high, known), default=math.inf)
         if low == 0 and math.isinf(high):
             return unresolved("no run's noise scale is known")
-        low, high = sorted((low, high))
+        if low > high:
+            return unresolved("the runs contradict each other")
         return RatioInterval("lower_bound" if math.isinf(high) else "upper_bound", low, high)
     weights = [1 / error**2 for _, error in resolved]
     between = _variance_between(resolved, weights)
@@ -114,8 +115,8 @@ def _notes(runs: Sequence[Facts], base: Facts, known: Sequence[RatioInterval]) -
     if least is not None and most is not None and _high(least) < _low(most):
         a, b = (interval(each.low, each.high) for each in (least, most))
         yield (
-            f"The runs contradict each other: one says a noise scale of {a} {base.unit}, another {b}. The range that "
-            "is used covers how much they differ. Rates that suit one batch and not another do this."
+            f"The runs contradict each other: one says a noise scale of {a} {base.unit}, another {b}. A range that "
+            "all runs give covers how much they differ. Rates that suit one batch and not another do this."
         )
 
 

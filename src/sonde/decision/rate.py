@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sonde.decision.law import Range
+from sonde.decision.law import FAR, FURTHEST, Range
 from sonde.decision.rate_rules import adam_settings, rate_factor, scaled_decay, usual_rule
 from sonde.wording import number
 
@@ -18,8 +18,6 @@ _RULES = {
     "Muon": ("in mean-field theory", "2602.03001"),
 }
 """Where the usual rule is known to hold, and its source on arXiv, by the class of the optimizer."""
-_FAR = 4.0
-"""So many times below B_crit is far below it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,8 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
     if why := why_no_rule(group):
         return RateRow(name, batch, (), f"The rate is not known: {why}.")
     kappa, ends = batch / present, (critical.low, critical.high)
+    if max(kappa, 1 / kappa) > FURTHEST:
+        return RateRow(name, batch, (), "The rate is not known: no rule was tried so far from the batch as it is.")
     likely = critical.middle if critical.middle is not None else ends[batch < present]  # else the smaller rate
     factor, *reach = (rate_factor(usual_rule(name, each), batch, present) for each in (likely, *ends))
     known_to = f"[{number(min(reach))} – {number(max(reach))}]"
@@ -79,7 +79,7 @@ def rate_row(group: Mapping[str, Any], batch: float, present: float, critical: R
     warm_up = Setting("warm-up, in steps", None, None, f"× {number(1 / kappa, 3)}: as long in units as it was")
     where, source = _RULES[name]
     said = f"This rule is known to hold {where} (arXiv:{source})."
-    if is_adam and batch * _FAR > critical.low:
+    if is_adam and batch * FAR > critical.low:
         said += f" This batch {'is' if batch > critical.high else 'may be'} too large for it."
     return RateRow(name, batch, (rate, *others, warm_up), said)
 

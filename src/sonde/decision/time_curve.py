@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from sonde.decision.law import Range, exactly
@@ -25,6 +25,8 @@ _NEARLY = 0.1
 """A size that is off a whole number by no more than this part is lowered by short windows."""
 _SAME_SIZE = 1.05
 """Micro-batches within this factor are the same: an epoch's last windows lower an average a little."""
+_APART = 1.5
+"""One step with so many times the data of another tells what both take beside it: with less, noise would say more."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class TimeCurve:
         fitted = [each.micro_batch for each in self.timings if each.micro_batch < self.too_large]
         return max(fitted, default=1.0) if self.is_tried or math.isfinite(self.too_large) else math.inf
 
-    def of_step(self, micro_batch: float, accumulation: int, ranks: int) -> Range:
-        """Seconds of a step.
+    def of_step(self, micro_batch: float, accumulation: int, ranks: int) -> tuple[Range, Basis]:
+        """Seconds of a step, and how they are known.
 
         Ranks wait for nothing: on a number of ranks that was not timed, a step takes as long as on another.
 
@@ -93,26 +95,27 @@ class TimeCurve:
             ranks: data-parallel ranks.
         """
         timings = self._on(ranks)
+        is_on_these = timings[0].ranks == ranks
         for each in timings:
             if each.accumulation == accumulation and _alike(each.micro_batch, micro_batch):
-                return exactly(each.seconds)
+                return exactly(each.seconds), "measured" if is_on_these else "modelled"
         ends = [
             accumulation * of_micro + beside
             for beside in _beside(timings)
             for of_micro in _of_micro_batch(timings, micro_batch, beside)
         ]
-        is_known = max(ends) - min(ends) <= 1e-9 * max(ends)
-        return Range(max(ends) if is_known else None, min(ends), max(ends))
+        if max(ends) - min(ends) > 1e-9 * max(ends):
+            return Range(None, min(ends), max(ends)), "bounds"
+        return exactly(max(ends)), "interpolated" if is_on_these else "modelled"
 
-    def basis(self, micro_batch: float, accumulation: int, ranks: int) -> Basis:
-        """How the seconds of such a step are known."""
-        if self.of_step(micro_batch, accumulation, ranks).middle is None:
-            return "bounds"
-        timings = self._on(ranks)
-        if timings[0].ranks != ranks:
-            return "modelled"
-        same = (t for t in timings if t.accumulation == accumulation and _alike(t.micro_batch, micro_batch))
-        return "measured" if any(same) else "interpolated"
+    def times(self, factor: float) -> TimeCurve:
+        """The same where everything takes so many times as long."""
+
+        def of(each: Timing) -> Timing:
+            beside = None if each.beside is None else each.beside * factor
+            return replace(each, seconds=each.seconds * factor, beside=beside)
+
+        return replace(self, timings=tuple(map(of, self.timings)))
 
     def _on(self, ranks: int) -> Sequence[Timing]:
         """The timings on so many ranks, or else on the number of ranks that is nearest."""
@@ -158,18 +161,22 @@ def _alike(size: float, other: float) -> bool:
 
 
 def _beside(timings: Sequence[Timing]) -> tuple[float, ...]:
-    """Seconds of a step beside its micro-batches: one number where they are known, or else the least and the most."""
+    """Seconds of a step beside its micro-batches: one number where they are known, or else the least and the most.
+
+    Where steps were timed whole, two of them bound these seconds: with r times the data in micro-batches that are no
+    smaller, the micro-batches take r times as long at most. In micro-batches of one size, they take just that.
+    """
     known = sorted(each.beside for each in timings if each.beside is not None)
-    if not known:
-        # Two accumulations of one size tell both parts: s = A·f + o.
-        known = sorted(
-            (b.accumulation * a.seconds - a.accumulation * b.seconds) / (b.accumulation - a.accumulation)
-            for a in timings
-            for b in timings
-            if a.accumulation < b.accumulation and _alike(a.micro_batch, b.micro_batch)
-        )
-    least = min(each.seconds for each in timings)
-    return (min(max(known[0], 0.0), least),) if known else (0.0, least)  # a busy machine only adds to it
+    most = min(each.seconds for each in timings)
+    bounds, exact = [most], list[float]()
+    for less, more in itertools.permutations(timings, 2):
+        r = more.micro_batch * more.accumulation / (less.micro_batch * less.accumulation)
+        if r > _APART and less.micro_batch <= _SAME_SIZE * more.micro_batch:
+            bound = (r * less.seconds - more.seconds) / (r - 1)
+            (exact if _alike(less.micro_batch, more.micro_batch) else bounds).append(bound)
+    if known := known or exact:
+        return (min(max(min(known), 0.0), most),)  # a busy machine only adds to it
+    return 0.0, max(min(bounds), 0.0)
 
 
 def _of_micro_batch(timings: Sequence[Timing], micro_batch: float, beside: float) -> tuple[float, ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sonde.decision.plans import Plan
+from sonde.wording import plural, units
 
 _TORCHRUN = "torchrun --nproc-per-node {ranks}"
 """Said for several ranks."""
 TRAINERS: Mapping[str, tuple[str, ...]] = {
     "plain loop": (
         _TORCHRUN,
-        "{micro_batch} {unit} in each backward, optimizer.step() after {accumulation} of them",
+        "{size} in each backward, optimizer.step() after {backwards}",
     ),
     "transformers": (
         _TORCHRUN,
@@ -116,7 +117,8 @@ def in_trainer(
     if tokens is not None and tokens != round(tokens):  # not the length of the sequences, which are padded
         tokens = None
     values = vars(plan) | {
-        "unit": unit,
+        "size": units(micro, unit),
+        "backwards": plural(plan.accumulation, "backward"),
         "batch": batch,
         "present": now,
         "increment": batch - now,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from sonde.decision.law import Range
 from sonde.decision.plans import Plan
 from sonde.decision.proxy import PUBLISHED, factor_in_words
 from sonde.decision.time_curve import nearly_whole
-from sonde.wording import in_units, number, percent, plural, units
+from sonde.wording import capital, in_units, number, percent, plural, units
 
 if TYPE_CHECKING:
     from sonde.decision.decide import Advice, Kind
@@ -33,8 +33,9 @@ def of_waiting(facts: Facts) -> tuple[str, str, str, str]:
     size = "" if facts.batch is None else f" on the batch of {units(nearly_whole(facts.batch), facts.unit)}"
     trains = "Train on" if facts.n_steps is not None else "Measure on"
     wait = facts.wait if facts.wait and facts.batch is not None else ""
-    then = f"{wait[:1].upper()}{wait[1:]}" if wait else trains if facts.batch is not None else "Pass batch="
-    return f"No verdict yet{size}.", f"{_capital(facts.why_none)}. {then}.", "", wait
+    then = capital(wait) or (trains if facts.batch is not None else "Pass batch=")
+    said = [capital(facts.why_none), *[then] * (facts.now.high != 0)]
+    return f"No verdict yet{size}.", f"{'. '.join(said)}.", "", wait
 
 
 def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
@@ -51,9 +52,10 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
         if here.best.whole_batch == lead.best.whole_batch:
             return f"{said}. Change this run too, from here on."
     elif lead.maybe is not None:
-        said = f"Time it first: {_in_doubt(lead.maybe, now, facts.unit)}"
+        said = f"Time it first: {_in_doubt(lead.maybe, now, facts)}"
     else:
-        said = f"Keep the batch of {units(now.whole_batch, facts.unit)}: {_why_kept(lead, facts)}"
+        size = units(now.whole_batch, facts.unit) + (" in the next run" if here and here.best else "")
+        said = f"Keep the batch of {size}: {_why_kept(lead, facts)}"
     if here is None or here.best is None:
         return f"{said}."
     return f"{said}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
@@ -85,15 +87,22 @@ def _taken(plan: Plan, now: Plan, unit: str) -> str:
     return f"{size}: it needs {needs} the {unit}. {takes}"
 
 
-def _in_doubt(plan: Plan, now: Plan, unit: str) -> str:
-    """A plan that is better if the device is not full, or if it is."""
-    size = f"a batch of {units(plan.whole_batch, unit)}"
+def _in_doubt(plan: Plan, now: Plan, facts: Facts) -> str:
+    """A plan that is better or worse by what was not timed: other micro-batches, or the optimizer's update alone."""
+    size = f"a batch of {units(plan.whole_batch, facts.unit)}"
     if plan.whole_batch == now.whole_batch:
         size += f" in micro-batches of {plan.micro_batch:,}"
-    empty, full = part_in_words(plan.better), part_in_words(plan.worse)
-    if plan.micro_batch < now.micro_batch:
-        empty, full = full, empty
-    return f"{size} takes {empty} the time if this device is not full, and {full} the time if it is"
+    timed = [each.micro_batch for each in facts.curve.timings] if facts.curve else [now.micro_batch]
+    first, second = part_in_words(plan.better), part_in_words(plan.worse)
+    if min(timed) <= plan.micro_batch <= max(timed):
+        is_first, is_second = "the optimizer's update takes much of a step", "it takes none"
+        is_turned = plan.accumulation < now.accumulation
+    else:
+        is_first, is_second = "this device is not full", "it is"
+        is_turned = plan.micro_batch < now.micro_batch
+    if is_turned:
+        first, second = second, first
+    return f"{size} takes {first} the time if {is_first}, and {second} the time if {is_second}"
 
 
 def _why_kept(lead: Advice, facts: Facts) -> str:
@@ -106,7 +115,7 @@ def _why_kept(lead: Advice, facts: Facts) -> str:
 def reason(facts: Facts, advice: Mapping[str, Advice]) -> str:
     """The noise scales, and the critical batch sizes that follow."""
     return " ".join(
-        f"{_capital(name)}, B_crit is {each.scope.critical.in_words(facts.unit)}: {_whence(each.scope, facts.unit)}."
+        f"{capital(name)}, B_crit is {each.scope.critical.in_words(facts.unit)}: {_whence(each.scope, facts.unit)}."
         for name, each in advice.items()
     )
 
@@ -121,15 +130,15 @@ def _whence(scope: Scope, unit: str) -> str:
     return f"the noise scale, {in_units(known.ratio, known.low, known.high, unit)}, times {of_study}"
 
 
-def command(kind: Kind, log: object, facts: Facts) -> str:
-    """What to run next, to set what was decided, or to decide it; empty without a log."""
-    if log is None or kind == "wait":
+def command(logs: Sequence[Path], facts: Facts, *, is_in_doubt: bool) -> str:
+    """What to run next, to set what was decided, or to decide what is in doubt; empty without a log."""
+    if not logs:
         return ""
-    advise = f"sonde advise {shlex.quote(str(log)) if isinstance(log, Path) else log}"
-    if kind == "time":
-        launch = "python" if facts.ranks == 1 else f"torchrun --nproc-per-node {facts.ranks}"
-        return f"{advise} --try -- {launch} train.py --batch {{batch}}"
-    return advise if kind != "keep" else ""
+    advise = f"sonde advise {shlex.join(map(str, logs))}"
+    if not is_in_doubt:
+        return advise
+    launch = "python" if facts.ranks == 1 else f"torchrun --nproc-per-node {facts.ranks}"
+    return f"{advise} --try -- {launch} train.py --batch {{batch}}"
 
 
 def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_at_most: int | None) -> Iterator[str]:
@@ -158,7 +167,8 @@ def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_a
     if any(each.basis == "bounds" for each in lead.plans):
         yield (
             "Two ends of a time are for a device that is not full, where a larger micro-batch takes as long, and for a "
-            "full one, where it takes longer in proportion. A trial tells which."
+            "full one, where it takes longer in proportion; or for all, and none, of a step that the optimizer's "
+            "update may take. A trial tells which."
         )
     if facts.unit == "prompts":
         yield from _of_policies(facts)
@@ -183,7 +193,7 @@ def _of_policies(facts: Facts) -> Iterator[str]:
 
 def ranks(n: int) -> str:
     """A number of ranks."""
-    return f"{n:,} rank{'' if n == 1 else 's'}"
+    return plural(n, "rank")
 
 
 def over(cost: Range, present: Range) -> Range:
@@ -202,7 +212,7 @@ def part_in_words(known: Range) -> str:
     low, middle, high = (
         None
         if end is None
-        else number(end, 2)
+        else number(end, 3 if 1 < end < 1.1 else 2)
         if not is_part
         else f"{100 * end:.0f}"
         if end >= 0.01
@@ -213,7 +223,3 @@ def part_in_words(known: Range) -> str:
     if low == high:
         return f"{high}{sign} {of}"
     return f"{low} to {high}{sign} {of}" if middle is None else f"{middle}{sign} [{low} – {high}] {of}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -13,6 +13,7 @@ from sonde.decision.facts import Facts, facts_of
 from sonde.decision.law import are_alike
 from sonde.decision.time_curve import TimeCurve, Timing, curve_of_json, nearly_whole
 from sonde.runs.compare.side_by_side import reached_by
+from sonde.runs.names import names_apart
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval
 
@@ -28,8 +29,8 @@ def facts_of_runs(runs: Sequence[Run]) -> list[Facts]:
     Raises:
         ValueError: for a log without a reading of the noise scale.
     """
-    facts = [facts_of_run(run) for run in runs]
-    return [replace(each, reached=at) for each, at in zip(facts, reached_by(runs), strict=True)]
+    facts = zip(map(facts_of_run, runs), names_apart(runs), reached_by(runs), strict=True)
+    return [replace(of_run, name=name, reached=at) for of_run, name, at in facts]
 
 
 def facts_of_run(run: Run) -> Facts:

@@ -39,6 +39,11 @@ class RatioInterval:
     ratio: float | None = None
     log_error: float | None = None
 
+    def times(self, factor: float) -> RatioInterval:
+        """The same ratio in a unit of another size."""
+        low, high, ratio = (None if end is None else end * factor for end in (self.low, self.high, self.ratio))
+        return RatioInterval(self.status, low, high, self.reason, ratio, self.log_error)
+
     @property
     def in_words(self) -> str:
         """The estimate with its interval, or the bound that is known."""

@@ -131,9 +131,9 @@ def test_the_decision_is_that_of_all_logs_and_goes_on_from_the_fastest(tmp_path:
     assert facts[0].reached.seconds == pytest.approx((found.to_common_loss(found.runs[0]) or facts[0].reached).seconds)
     shown = summary(found)
     assert shown.action == decide(pool(facts)).sentence
-    logs = f"{tmp_path / 'run0'} {tmp_path / 'run1'}"
-    assert shown.commands == (decide(pool(facts), log=logs).command,)
-    assert logs in shown.commands[0]
+    logs = [tmp_path / "run0", tmp_path / "run1"]
+    assert shown.commands == (decide(pool(facts), logs=logs).command,)
+    assert f"{logs[0]} {logs[1]}" in shown.commands[0]
 
 
 def test_runs_that_give_no_decision_together_have_that_of_the_best(tmp_path: Path) -> None:
@@ -250,6 +250,8 @@ def test_steps_taken_again_count_once_and_the_night_between_two_starts_not_at_al
     assert [reading.window for reading in found.runs[0].readings] == [10 * (i + 1) for i in range(80)]
     at = [[run.position(run.readings[k], "time") for k in (0, 39, 79)] for run in found.runs]
     assert at[0] == pytest.approx(at[1])  # as if nothing had stopped it
+    last = found.runs[1].readings[-1]
+    assert at[1][2] == pytest.approx(last.time - STARTED - 800 * last.metrics["cost/seconds_per_window"])
     assert [row[5] for row in run_rows(found)][1:] == ["1 h 10 min"] * 2
     assert "A (small language model): restarted 1 time" in found.notices
     assert "A (small language model): 1 earlier run in the same folder left out" in found.notices

@@ -306,7 +306,7 @@ def _check_rising(curve: TimeCurve) -> None:
     """Refuse a larger micro-batch that took less time than the next smaller one."""
     ranks, sizes = curve.timings[0].ranks, sorted({each.micro_batch for each in curve.timings})
     for small, large in itertools.pairwise(sizes):
-        of_small, of_large = (curve.of_step(size, 1, ranks).likely for size in (small, large))
+        of_small, of_large = (curve.of_step(size, 1, ranks)[0].likely for size in (small, large))
         if of_large < _FALLS * of_small:
             raise ValueError(
                 f"a micro-batch of {large:g} took {duration(of_large)}, less than one of {small:g}, "

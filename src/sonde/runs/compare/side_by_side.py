@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -73,14 +72,21 @@ class ComparedRun:
             return reading.metrics.get("run/units_seen")
         if by == "steps":
             return float(reading.window)
-        return self._seconds_before[reading.segment] + reading.time - self.run.headers[reading.segment].time
+        return self._seconds[id(reading)]
 
     @functools.cached_property
-    def _seconds_before(self) -> Sequence[float]:
-        """Seconds of training before each start: the time between the end of a start and the next does not count."""
-        last = {r.segment: r.time for r in sorted(self.readings, key=lambda r: r.time)}
-        spans = [last.get(k, header.time) - header.time for k, header in enumerate(self.run.headers)]
-        return list(itertools.accumulate(spans, initial=0.0))
+    def _seconds(self) -> Mapping[int, float]:
+        """Seconds of training until each reading. What lies between two starts does not count, nor does measuring."""
+        found, seconds, window = dict[int, float](), 0.0, 0
+        until = [header.time for header in self.run.headers]
+        for reading in sorted(self.readings, key=lambda r: (r.segment, r.time)):
+            seconds += reading.time - until[reading.segment]
+            until[reading.segment] = reading.time
+            if (measuring := reading.metrics.get("cost/seconds_per_window")) is not None:
+                seconds -= measuring * max(reading.window - window, 0)
+                window = reading.window
+            found[id(reading)] = seconds
+        return found
 
     def placed(self, by: By) -> list[tuple[float, AnyReading]]:
         """The readings whose place on an axis is known and lies beyond those before, each with its place."""

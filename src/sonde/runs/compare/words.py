@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,10 +37,12 @@ def summary(found: Comparison) -> VerdictPanel:
     commands: tuple[str, ...]
     chosen = bests[0][0] if bests else least
     action, commands = f"By {chosen.letter}'s log: {verdict_panels(chosen.run)[0].action}", ()
-    with contextlib.suppress(ValueError):  # runs that give no decision together have that of one
-        if chosen.run.readings:
+    if chosen.run.readings:
+        try:
             together = decision(found)
             action, commands = together.sentence, (together.command,) if together.command else ()
+        except ValueError as error:
+            others.append(f"All logs together give no decision: {error}.")
     return VerdictPanel("measured", "Compared", action, first, " ".join(others), basis, (), commands)
 
 
@@ -52,11 +52,8 @@ def decision(found: Comparison) -> Decision:
     Raises:
         ValueError: for runs that give no decision together, as those of different models or without a noise scale.
     """
-    return decide(pool(facts_of_runs([each.run for each in found.runs])), log=_logs(found))
-
-
-def _logs(found: Comparison) -> str:
-    return shlex.join(str(each.run.path.parent) for each in found.runs)
+    runs = [each.run for each in found.runs]
+    return decide(pool(facts_of_runs(runs)), logs=[run.path.parent for run in runs])
 
 
 def lowest(found: Comparison, by: By) -> tuple[ComparedRun, str] | None:

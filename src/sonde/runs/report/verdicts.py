@@ -88,7 +88,7 @@ def verdict_panels(run: Run) -> list[VerdictPanel]:
 def batch_size_panel(run: Run) -> VerdictPanel:
     """The decision on the batch size, for a run that has at least one reading of the noise scale."""
     probe, last = run.probe("reading"), run.readings[-1]
-    unit, found = probe.unit, decide(facts_of_run(run), log=run.path.parent)
+    unit, found = probe.unit, decide(facts_of_run(run), logs=[run.path.parent])
     basis = f"Judged from the last reading: {position_text(last, unit)}."
     covered = last.metrics.get("gns/covered")
     if covered is not None and covered < 1:
@@ -102,12 +102,14 @@ def batch_size_panel(run: Run) -> VerdictPanel:
 
 def _next(found: Decision) -> tuple[str, ...]:
     """What to run next, in lines: the flags and the rate, and the command that says more."""
-    rates = []
-    for row in found.rates:
-        known = ((each.name, each.now, each.then) for each in row.settings)
-        changed = [f"{name} {now:.4g} → {then:.4g}" for name, now, then in known if now and then and now != then]
-        rates += [f"{row.optimizer}: {', '.join(changed)}"] if changed else []
-    return tuple(filter(None, (*found.how, *rates, found.command)))
+    lines: list[str] = []
+    for change in found.changes:
+        lines += [f"{change.scope}:", *change.how] if len(found.changes) > 1 else change.how
+        for row in change.rates:
+            known = ((each.name, each.now, each.then) for each in row.settings)
+            changed = [f"{name} {now:.4g} → {then:.4g}" for name, now, then in known if now and then and now != then]
+            lines += [f"{row.optimizer}: {', '.join(changed)}"] if changed else []
+    return tuple(filter(None, (*lines, found.command)))
 
 
 def _in_further_units(run: Run, last: Reading) -> Iterator[str]:
