@@ -6,7 +6,7 @@ Of each case, a reference is trained with sonde's log, and `sonde advise LOG --t
 Then the same script trains at a quarter, 4 and 16 times the batch, and at the advised one, each at the rate that advise
 prints for it, until its held-out loss is that of the reference's end. Beside each other stand:
 
-- the time that was said for each batch, and steps to that loss × seconds of a step, as measured in the same minute;
+- the time that was said for each batch, and steps to that loss × seconds of a step, timed at all sizes in turn;
 - how the advised batch ends after as many steps as were said, and how far apart the seeds of the reference end;
 - the time of the advised batch, and that of the fastest that was tried.
 
@@ -60,11 +60,11 @@ def run(command: Sequence[str]) -> str:
     return ended.stdout
 
 
-def trained(case: Sequence[object], place: Path, *options: object) -> dict[str, Any]:
-    """Train, and read the losses."""
+def trained(case: Sequence[object], place: Path, *options: object) -> list[tuple[float, float]]:
+    """Train, and read the held-out losses with their steps."""
     losses = place / "losses.json"
     run(script(*case, *options, "--losses", losses))
-    found: dict[str, Any] = json.loads(losses.read_text())
+    found: list[tuple[float, float]] = json.loads(losses.read_text())
     return found
 
 
@@ -114,7 +114,7 @@ def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | Non
     with tempfile.TemporaryDirectory() as folder:
         place, log = Path(folder), Path(folder) / "log"
         reference = trained(case, place, "--log", log)
-        target = smooth(reference["losses"])[-1][1]
+        target = smooth(reference)[-1][1]
         advise = [sys.executable, "-m", "sonde", "advise", str(log), "--json"]
         tries = ["--try", "--", *script(*case, "--batch", "{batch}", "--steps", 10**6)]
         if curve is not None:
@@ -125,7 +125,7 @@ def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | Non
         advised = batch if plan is None else round(plan["batch"])
         result: dict[str, Any] = {"task": task, "optimizer": optimizer, "seed": seed, "target": target}
         result |= {"kind": decision["kind"], "sentence": decision["sentence"], "advised": advised, "batches": {}}
-        result["reference_loss"] = statistics.median(loss for _, loss in reference["losses"][-SMOOTHED:])
+        result["reference_loss"] = statistics.median(loss for _, loss in reference[-SMOOTHED:])
         for size in dict.fromkeys([*tried, advised]):
             found = json.loads(run([*advise, "--batch", str(size)]))
             said = next(iter(found["advice"].values()))
@@ -136,18 +136,14 @@ def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | Non
             middle = steps["steps"]["middle"] or math.sqrt(steps["steps"]["low"] * steps["steps"]["high"])
             most = round(LONGER * middle) + 2
             one = trained(case, place, "--batch", size, "--steps", most, "--until", target, *options)
-            needed = steps_to(one["losses"], target)
-            result["batches"][size] = {
-                "said": steps,
-                "steps": needed,
-                "seconds_per_step": one["seconds_per_step"],
-                "options": options,
-            }
+            result["batches"][size] = {"said": steps, "steps": steps_to(one, target), "options": options}
             if size == advised and size != batch:
                 enough = math.ceil(steps["steps"]["high"])  # as advise says under "to set a batch"
                 ended = trained(case, place, "--batch", size, "--steps", enough, *options)
-                result["advised_loss"] = statistics.median(loss for _, loss in ended["losses"][-SMOOTHED:])
+                result["advised_loss"] = statistics.median(loss for _, loss in ended[-SMOOTHED:])
         result["curve"] = json.loads((log / TRIAL_NAME).read_text())
+    for size, seconds in json.loads(run(script(*case, "--time", *result["batches"]))).items():
+        result["batches"][int(size)]["seconds_per_step"] = seconds
     return result
 
 

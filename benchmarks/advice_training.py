@@ -3,16 +3,18 @@
 python -m benchmarks.advice_training --task gru --optimizer adamw --batch 16 --steps 500 --log runs/gru
 
 Data never end and nothing is seen twice, so a larger batch costs nothing but time. The held-out loss is printed and
-kept along the run; its time does not count as training.
+kept along the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from sonde.demos.byte_lm.task import ByteTransformer, draw_windows
 
 LOOKS = 120
 """Looks at the held-out loss of a training, evenly in its steps."""
+ROUNDS, WARM, TIMED = 5, 3, 15
+"""Rounds in which each size is timed, its first steps that are not, and those that are."""
 Units = tuple[Tensor, Tensor]
 
 
@@ -192,6 +196,7 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=value)
     parser.add_argument("--log", help="a folder for sonde's log")
     parser.add_argument("--losses", help="a file for the held-out losses")
+    parser.add_argument("--time", type=int, nargs="*", help="time steps of these batches, and train no further")
     options = parser.parse_args()
     task = TASKS[options.task]
     options.batch, options.steps = options.batch or task.batch, options.steps or task.steps
@@ -199,8 +204,21 @@ def parsed() -> argparse.Namespace:
     return options
 
 
+def timed(step: Callable[[int], object], sizes: Sequence[int]) -> dict[int, float]:
+    """Seconds of a step at each size: the least of medians. Sizes take turns, since a machine is busy for a while."""
+    found = dict.fromkeys(sizes, math.inf)
+    for _, size in itertools.product(range(ROUNDS), sizes):
+        times = []
+        for _ in range(WARM + TIMED):
+            begun = time.perf_counter()
+            step(size)
+            times.append(time.perf_counter() - begun)
+        found[size] = min(found[size], statistics.median(times[WARM:]))
+    return found
+
+
 def main() -> None:
-    """Train, and keep steps, seconds of training and held-out losses."""
+    """Train, and keep steps and held-out losses; or time steps."""
     options = parsed()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
@@ -208,34 +226,37 @@ def main() -> None:
     model, data, held_out = task.model(), torch.Generator().manual_seed(1000 + options.seed), task.held_out()
     optimizers = optimizers_of(options, model)
     unit, probe = "sequences" if options.task in ("lm", "gru") else "rows", None
+
+    def step(batch: int) -> None:
+        task.loss(model, *task.draw(batch, data)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    if options.time:
+        print(json.dumps(timed(step, options.time)))
+        return
     if options.log:
         probe = sonde.attach(model, optimizers, unit=unit, log=options.log)
-    losses, times, every = [], [], max(options.steps // LOOKS, 1)
-    for step in range(options.steps + 1):
-        if step % every == 0 or step == options.steps:
+    losses, every = [], max(options.steps // LOOKS, 1)
+    for n in range(options.steps + 1):
+        if n % every == 0 or n == options.steps:
             model.eval()
             with torch.no_grad():
-                losses.append((step, task.loss(model, *held_out).item()))
+                losses.append((n, task.loss(model, *held_out).item()))
             model.train()
             if probe is not None:
                 probe.log(eval_loss=losses[-1][1])
             if len(losses) >= 3 and all(loss <= options.until for _, loss in losses[-3:]):
                 break
-        if step == options.steps:
-            break
-        begun = time.perf_counter()
-        task.loss(model, *task.draw(options.batch, data)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        times.append(time.perf_counter() - begun)
+        if n < options.steps:
+            step(options.batch)
     if probe is not None:
         probe.close()
     print(f"held-out loss {losses[-1][1]:.4f} after {losses[-1][0]} steps of {options.batch}")
     if options.losses:
-        found = {"losses": losses, "seconds_per_step": statistics.median(times), "batch": options.batch}
-        Path(options.losses).write_text(json.dumps(found))
+        Path(options.losses).write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":
