@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +80,30 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One reading of the noise scale, with everything logged beside it.
+class AnyReading:
+    """Numbers that were measured at a point of the run.
 
     Attributes:
         segment: index into `Run.headers` of the start it belongs to.
-        window: number of windows (optimizer steps) so far.
+        window: the optimizer step, as it was logged; of the noise scale, the number of windows so far.
         time: seconds since 1970.
+        metrics: a number for each name, None where it is not known.
+    """
+
+    segment: int
+    window: int
+    time: Moment
+    metrics: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Reading(AnyReading):
+    """One reading of the noise scale, with everything logged beside it.
+
+    Attributes:
         status: how far B_simple is known, see `stats.intervals.RatioInterval`.
         reason: why B_simple is not resolved; empty when it is.
         advice: what would make B_simple known better; empty when it is known well.
-        metrics: a number for each name, None where it is not known.
         groups: the noise scale of each group of parameters by name, as it was last written: it may be of one of the
             nine readings before.
         groups_window: the window that `groups` are of; 0 if none were written.
@@ -101,13 +113,9 @@ class Reading:
         optimizer_changed: whether the optimizers are of another kind than the set-up says, as where β is cycled.
     """
 
-    segment: int
-    window: int
-    time: Moment
     status: Status
     reason: str
     advice: str
-    metrics: Mapping[str, float | None]
     groups: Mapping[str, GroupReading]
     groups_window: int
     dropped: Mapping[str, int]
@@ -132,14 +140,10 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class PolicyReading:
+class PolicyReading(AnyReading):
     """The measurements of a policy around an optimizer step.
 
     Attributes:
-        segment: index into `Run.headers` of the start it belongs to.
-        window: the optimizer step, from 0 up, as it was passed to `PolicyLog.measured`.
-        time: seconds since 1970.
-        metrics: a number for each name, None where it is not known.
         reason: why the forecast is unknown or not to be trusted; empty when it is.
         per: the unit of the forecast, "token" or "response".
         shares: evaluation prompts with their parts of the forecast.
@@ -148,10 +152,6 @@ class PolicyReading:
         positions: quantiles of the tokens' entropies by their position in the response; empty if unknown.
     """
 
-    segment: int
-    window: int
-    time: Moment
-    metrics: Mapping[str, float | None]
     reason: str
     per: Per
     shares: tuple[Share, ...]
@@ -163,23 +163,6 @@ class PolicyReading:
     def point(self) -> Point:
         """The forecast beside its truth."""
         return forecast_point(self.window, self.metrics, self.per, self.reason, self.segment)
-
-
-@dataclass
-class PromptEffect:
-    """The effect of learning from one prompt on the entropy, summed over steps.
-
-    Attributes:
-        change: in nats.
-        from_rewarded: the part of tokens that were rewarded.
-        from_penalised: the part of tokens that were penalised.
-        n_steps: optimizer steps that learned from the prompt.
-    """
-
-    change: float = 0.0
-    from_rewarded: float = 0.0
-    from_penalised: float = 0.0
-    n_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,23 +187,8 @@ class ComparisonReading:
 
 
 @dataclass(frozen=True)
-class MetricsReading:
-    """Metrics of a probe of the user's own.
-
-    Attributes:
-        segment: index into `Run.headers` of the start it belongs to.
-        window: the optimizer step, from 0 up, as it was passed to `RunLog.measure`.
-        time: seconds since 1970.
-        metrics: a number per name, None where it is not known.
-    """
-
-    segment: int
-    window: int
-    time: Moment
-    metrics: Mapping[str, float | None]
-
-
-AnyReading = Reading | PolicyReading | MetricsReading
+class MetricsReading(AnyReading):
+    """Metrics of a probe of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -290,9 +258,14 @@ class Run:
         return tuple({section.title: section for section in declared}.values())
 
     @property
+    def measured(self) -> list[AnyReading]:
+        """The readings of all kinds, one kind after another."""
+        return [*self.readings, *self.policy, *self.own]
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was measured yet."""
-        return not self.readings and not self.policy and not self.own and not self.comparisons
+        return not self.measured and not self.comparisons
 
     @property
     def remarks(self) -> list[str]:
@@ -308,8 +281,8 @@ class Run:
     @property
     def last(self) -> AnyReading | ComparisonReading:
         """The last reading of any kind, of a run that has one."""
-        kinds: list[Sequence[AnyReading | ComparisonReading]] = [self.readings, self.policy, self.own, self.comparisons]
-        return max((kind[-1] for kind in kinds if kind), key=lambda reading: reading.time)
+        last = [of[-1] for of in (self.readings, self.policy, self.own, self.comparisons) if of]
+        return max(last, key=lambda reading: reading.time)
 
     @property
     def alerts_now(self) -> dict[str, str]:
@@ -326,26 +299,10 @@ class Run:
     def _first_windows(self) -> dict[int, int]:
         """The lowest window that each start wrote something of."""
         first: dict[int, int] = {}
-        readings: Iterable[AnyReading] = chain(self.readings, self.policy, self.own)
-        written: Iterable[AnyReading | ComparisonReading | Alert] = chain(readings, self.comparisons, self.alerts)
+        written: list[AnyReading | ComparisonReading | Alert] = [*self.measured, *self.comparisons, *self.alerts]
         for each in written:
             first[each.segment] = min(first.get(each.segment, each.window), each.window)
         return first
-
-    @functools.cached_property
-    def effects(self) -> Mapping[str, PromptEffect]:
-        """Of learning from each prompt on the entropy, by its text, over the steps whose parts are to be trusted."""
-        effects: dict[str, PromptEffect] = {}
-        for reading in self.policy:
-            if reading.causes is None or reading.causes.doubt:
-                continue
-            for part in reading.causes.prompts:
-                effect = effects.setdefault(str(part.prompt), PromptEffect())
-                effect.change += part.change
-                effect.from_rewarded += part.from_rewarded
-                effect.from_penalised += part.from_penalised
-                effect.n_steps += 1
-        return effects
 
     @property
     def name(self) -> str:
@@ -361,8 +318,7 @@ class Run:
         Returns:
             Windows and values, of equal length; both empty for a metric that was never known.
         """
-        readings: list[AnyReading] = [*self.readings, *self.policy, *self.own]
-        known = [(r.window, value) for r in readings if (value := r.metrics.get(metric)) is not None]
+        known = [(r.window, value) for r in self.measured if (value := r.metrics.get(metric)) is not None]
         return [window for window, _ in known], [value for _, value in known]
 
 

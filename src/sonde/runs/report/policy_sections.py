@@ -161,13 +161,12 @@ def _allocation_text(readings: Sequence[PolicyReading]) -> str:
 
 def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
     """What learning from each prompt did to the entropy, and each evaluation prompt's part of the last forecast."""
-    learned = sorted(run.effects.items(), key=lambda item: item[1].change)
     last = next((r for r in reversed(run.policy) if r.shares), None)
     tables: list[Plot | Table | str] = []
-    if learned:
+    if learned := sorted(_effects(run.policy).items(), key=lambda item: item[1][0]):
         rows = [
-            (_on_one_line(text), *map(number, (of.change, of.from_rewarded, of.from_penalised)), f"{of.n_steps:,}")
-            for text, of in _both_ends(learned)
+            (_on_one_line(text), *map(number, parts), f"{n_steps:,.0f}")
+            for text, (*parts, n_steps) in _both_ends(learned)
         ]
         caption = "Effect of learning from each prompt, summed over the measured steps whose parts add up"
         heads = ("Prompt", "Change (nats)", "from rewarded tokens", "from penalised tokens", "Steps")
@@ -185,6 +184,20 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
     if any(r.point.delta is not None for r in run.policy):
         return ("The forecasts of this run were logged without the parts of single prompts.",)
     return ("No forecast was made, so there are no parts by prompt.",)
+
+
+def _effects(readings: Sequence[PolicyReading]) -> dict[str, list[float]]:
+    """By prompt the change, its parts from rewarded and from penalised tokens, and the steps: sums over the run.
+
+    Steps whose parts are not to be trusted are left out.
+    """
+    effects: dict[str, list[float]] = {}
+    for causes in (r.causes for r in readings if r.causes is not None and not r.causes.doubt):
+        for of in causes.prompts:
+            before = effects.get(str(of.prompt), [0.0] * 4)
+            step = (of.change, of.from_rewarded, of.from_penalised, 1)
+            effects[str(of.prompt)] = [a + b for a, b in zip(before, step, strict=True)]
+    return effects
 
 
 def _share_row(part: Share) -> tuple[str, ...]:

@@ -191,8 +191,7 @@ def values_section(run: Run, readings: Sequence[AnyReading], axis: TimeAxis, wha
 
 def declared_sections(run: Run) -> list[Section]:
     """The sections that probes declare, each with a curve for every metric that at least one reading knows."""
-    readings: list[AnyReading] = [*run.readings, *run.policy, *run.own]
-    readings.sort(key=lambda reading: (reading.segment, reading.time))
+    readings = sorted(run.measured, key=lambda reading: (reading.segment, reading.time))
     sections = []
     for declared in run.sections:
         plots = []
