@@ -1,3 +1,7 @@
+// Draws figures, each in its place.
+const drawFigures = ({figures, roots}) =>
+  Bokeh.embed.embed_items({figures}, [{docid: "figures", roots, root_ids: Object.keys(roots)}]);
+
 // Figures are zoomed along the horizontal axis by keys: + and - zoom, arrows move, 0 goes back.
 (() => {
   const zoom = (plot, key) => {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -46,17 +47,17 @@ def whole_page(
     Args:
         sections: `figures.Section`s, in order.
         template: of the page, a path in `runs`.
-        scripts: what runs after the figures were drawn, paths in `runs`.
+        scripts: what runs before the figures are drawn, paths in `runs`.
         **values: `name`, `subject`, `facts`, `panels`, `rows` and what else `page.html` shows.
     """
     # Here, since Bokeh and Jinja2 are an extra, and only the page needs them.
     from bokeh.resources import Resources
     from markupsafe import Markup
 
-    drawing, divs = _drawn(_figures(sections))
+    drawn = drawing(sections)
     bokeh = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="warn", minified=True).js_raw)
-    codes = [bokeh, drawing, *map(_text, scripts)]
-    places = iter(divs)
+    as_json = json.dumps(drawn).replace("<", "\\u003c")  # text of the user cannot end the script
+    codes = [bokeh, *map(_text, scripts), f"drawFigures({as_json})" if drawn["roots"] else ""]
     page = _templates().get_template(template)
     rendered: str = page.render(
         version=__version__,
@@ -64,7 +65,6 @@ def whole_page(
         style=Markup(_text("report/page.css")),
         scripts=[Markup(code) for code in codes],
         sections=sections,
-        next_div=lambda: Markup(next(places)),
         **values,
     )
     return rendered
@@ -82,24 +82,19 @@ def part_of_page(template: str, block: str, **values: Any) -> str:
     return "".join(found.blocks[block](found.new_context(values)))
 
 
-def live_part(sections: Sequence[Any], **values: Any) -> dict[str, Any]:
-    """The rest of the page, for a page that is open: its HTML, and its figures for `Bokeh.embed.embed_items`."""
-    from markupsafe import Markup
+def drawing(sections: Sequence[Any]) -> dict[str, Any]:
+    """The figures of sections for `drawFigures` in page.js: Bokeh's document, and the place of each figure."""
+    from bokeh.document import Document
 
-    figures = _figures(sections)
-    divs = (Markup(f'<div id="of-{each.id}" data-root-id="{each.id}"></div>') for each in figures)
-    return {
-        "rest": part_of_page("report/page.html", "rest", sections=sections, next_div=lambda: next(divs), **values),
-        "figures": _document(figures).to_json(deferred=False),
-        "roots": {each.id: f"of-{each.id}" for each in figures},
-    }
-
-
-def _figures(sections: Sequence[Any]) -> list[Any]:
     from sonde.runs.report.figures import Plot
 
     plots = [part for section in sections for part in section.content if isinstance(part, Plot)]
-    return [figure for plot in plots for figure in plot.figures]
+    figures = [figure for plot in plots for figure in plot.figures]
+    document = Document()
+    with document.models.freeze():  # otherwise Bokeh walks through all figures after each of them
+        for each in figures:
+            document.add_root(each)
+    return {"figures": document.to_json(deferred=False), "roots": {each.id: f"of-{each.id}" for each in figures}}
 
 
 def _text(name: str) -> str:
@@ -120,27 +115,6 @@ def _templates() -> Any:
     environment = Environment(autoescape=True, loader=FunctionLoader(_text))
     environment.filters.update(formula=formula, cut=cut)
     return environment
-
-
-def _drawn(figures: Sequence[Any]) -> tuple[str, Sequence[str]]:
-    """The script that draws all figures, and the HTML of each one's place."""
-    from bokeh.embed import components
-
-    if not figures:
-        return "", ()
-    document = _document(figures)
-    script, divs = components(document.roots, wrap_script=False)
-    return script, divs
-
-
-def _document(figures: Sequence[Any]) -> Any:
-    from bokeh.document import Document
-
-    document = Document()
-    with document.models.freeze():  # otherwise Bokeh walks through all figures after each of them
-        for each in figures:
-            document.add_root(each)
-    return document
 
 
 def _hash(script: str) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from sonde.runs.names import names_apart
 from sonde.runs.report.how_measured import how_measured
-from sonde.runs.report.page import check_bokeh, live_part, part_of_page, whole_page
+from sonde.runs.report.page import check_bokeh, drawing, part_of_page, whole_page
 from sonde.runs.report.write import report_sections, said_first
 from sonde.runs.watch.follow import FollowedRun
 
@@ -74,7 +74,8 @@ class Site(ThreadingHTTPServer):
         with self._drawing:
             if self._drawn.get(number, {}).get("version") != version:
                 sections = [] if run.is_empty else report_sections(run)
-                self._drawn[number] = {"version": version, **live_part(sections, rows=how_measured(run))}
+                rest = part_of_page("report/page.html", "rest", sections=sections, rows=how_measured(run))
+                self._drawn[number] = {"version": version, "rest": rest, **drawing(sections)}
             return self._drawn[number]
 
     def handle_error(self, request: Any, client_address: Any) -> None:

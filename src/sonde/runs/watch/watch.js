@@ -63,7 +63,7 @@
       drawn?.doc.clear();
       Bokeh.documents.length = 0;
       rest.replaceChildren(...fresh.childNodes);
-      const views = await Bokeh.embed.embed_items({figures}, [{docid: "figures", roots, root_ids: Object.keys(roots)}]);
+      const views = await drawFigures({figures, roots});
       drawn = {views, models, doc: Bokeh.documents[0]};
       for (const model of models.map(({id}) => drawn.doc.get_model_by_id(id)))
         if (model.type === "Range1d") setRange(model, model);
