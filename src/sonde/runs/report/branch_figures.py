@@ -21,7 +21,6 @@ from sonde.runs.report.figures import (
     Plot,
     Scale,
     add_hover,
-    add_label,
     add_line_at,
     draw,
     log_ticks,
@@ -29,7 +28,7 @@ from sonde.runs.report.figures import (
     reachable,
     scale_for,
 )
-from sonde.runs.report.intervals import draw_intervals
+from sonde.runs.report.intervals import rows_figure
 from sonde.stats.columns import BLUE, GREY, INK, ORANGE
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import capital, count, number, percent
@@ -70,7 +69,9 @@ def ratio_plot(branches: Branches, scales: Sequence[tuple[str, RatioInterval]]) 
     add_hover(fig, [r.batch for r in known], heights, texts)
     figures = [fig]
     if scales:
-        rows, marks = _scales_figure(x, unit, scales, shared)
+        names, ofs = zip(*scales, strict=True)
+        of_row = {"noise scale": lambda i: names[i], "value": lambda i: ofs[i].in_words}
+        rows, marks = rows_figure(names, ofs, x, f"Noise scale or batch size ({unit})", of_row, shared=shared)
         _draw_critical(rows, x, branches)
         figures, legend = [fig, rows], [*legend, *marks]
     said = [f"batch size {number(r.batch)}: {times(r)}" for r in known]
@@ -147,26 +148,6 @@ def _draw_ratios(fig: figure, y: Scale, branches: Branches) -> list[LegendEntry]
         draw(fig, marks, x=unbounded, y=[y.at(0.97)] * len(unbounded))
         legend.append(LegendEntry("up", ORANGE, "a seed of this batch size diverged, or is too slow to compare"))
     return legend
-
-
-def _scales_figure(
-    x: Scale, unit: str, scales: Sequence[tuple[str, RatioInterval]], shared: Range1d
-) -> tuple[figure, list[LegendEntry]]:
-    y = Scale("linear", len(scales) - 0.5, -0.9)  # downwards: the first one on top
-    label = f"Noise scale or batch size ({unit})"
-    fig = new_figure(x, y, x_label=label, y_label="", height=44 * len(scales) + 70, shared=shared)
-    fig.yaxis.visible = False
-    fig.ygrid.visible = False
-    ofs = [of for _, of in scales]
-    anchors, legend = draw_intervals(fig, x, ofs)
-    for row, (name, _) in enumerate(scales):
-        add_label(fig, x.at(0.0), row - 0.08, name)
-    texts: dict[str, Callable[[int], str]] = {
-        "noise scale": lambda i: scales[i][0],
-        "value": lambda i: ofs[i].in_words,
-    }
-    add_hover(fig, anchors, [float(i) for i in range(len(scales))], texts, mode="hline")
-    return fig, legend
 
 
 def loss_plot(branches: Branches) -> Plot | str:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bokeh.models import FixedTicker, PlainText
+from bokeh.models import FixedTicker, PlainText, Range1d
 from bokeh.models.glyphs import Scatter, Segment
 from bokeh.plotting import figure
 
-from sonde.runs.report.figures import LegendEntry, Scale, add_hover, add_log_axis_above, draw, new_figure
+from sonde.runs.report.figures import LegendEntry, Scale, add_hover, add_label, add_log_axis_above, draw, new_figure
 from sonde.stats.columns import BLUE, GREY, Mark
 from sonde.stats.intervals import RatioInterval
 from sonde.wording import shorten
@@ -33,44 +33,32 @@ def rows_figure(
     texts: Mapping[str, Callable[[int], str]],
     *,
     what: str = "noise scale",
+    shared: Range1d | None = None,
 ) -> tuple[figure, list[LegendEntry]]:
     """A figure with a row for each interval, the first one on top.
 
     Args:
-        names: of the rows, beside the vertical axis.
-        intervals: likewise.
+        names: of the rows.
+        intervals: likewise. Ends beyond the axis are drawn at its edge.
         x: the horizontal axis.
         label: of it, with the unit.
         texts: for each line of the hover text its label, and what makes it of a row's number.
         what: the intervals are of.
+        shared: the range of `x`, for a figure below another one: names stand inside, so that both are as wide.
     """
     n, is_tall = len(names), len(names) > TALL
-    y = Scale("linear", n - 0.3, -0.7)  # downwards
-    fig = new_figure(x, y, x_label=label, y_label="", height=(18 if is_tall else 28) * n + 90)
+    y = Scale("linear", n - 0.3, -0.9 if shared else -0.7)  # downwards
+    height = 44 * n + 70 if shared else (18 if is_tall else 28) * n + 90
+    fig = new_figure(x, y, x_label=label, y_label="", height=height, shared=shared)
     fig.yaxis[0].ticker = FixedTicker(ticks=list(range(n)))
     fig.yaxis[0].major_label_overrides = {i: PlainText(text=shorten(name, 25)) for i, name in enumerate(names)}
     fig.yaxis.axis_label = None
+    if shared:
+        fig.yaxis.visible = fig.ygrid.visible = False
+        for i, name in enumerate(names):
+            add_label(fig, x.at(0.0), i - 0.08, name)
     if is_tall:
         add_log_axis_above(fig, x)
-    anchors, legend = draw_intervals(fig, x, intervals, what=what)
-    add_hover(fig, anchors, [float(i) for i in range(n)], texts, mode="hline")
-    return fig, legend
-
-
-def draw_intervals(
-    fig: figure, x: Scale, intervals: Sequence[RatioInterval], *, what: str = "noise scale"
-) -> tuple[list[float], list[LegendEntry]]:
-    """Draw a row for each interval, at the heights 0, 1, 2, …
-
-    Args:
-        fig: the figure.
-        x: its horizontal axis. Ends beyond it are drawn at its edge.
-        intervals: from the first row on.
-        what: they are of.
-
-    Returns:
-        Where each mark stands, and the legend.
-    """
     ends = {"lower_bound": "low", "upper_bound": "high"}
     known = [getattr(each, ends.get(each.status, "ratio")) for each in intervals]
     anchors = [x.at(0.015) if value is None else x.clamp(value) for value in known]
@@ -87,4 +75,5 @@ def draw_intervals(
             draw(fig, Segment(line_color=color, **bar), x0=low, y0=rows, x1=high, y1=rows)
         marks = Scatter(size=9, fill_color=color, line_color=color, **style)
         draw(fig, marks, x=[anchors[i] for i in rows], y=rows)
-    return anchors, legend
+    add_hover(fig, anchors, [float(i) for i in range(n)], texts, mode="hline")
+    return fig, legend
