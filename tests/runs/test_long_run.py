@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
-from pathlib import Path
 
-from bokeh.models.glyphs import VSpan
 from bokeh.plotting import figure
 
-from sonde.runs.reader import read_run
-from sonde.runs.report.curves import PIXELS, OverRun, TimeAxis, add_curve, per_pixel
-from sonde.runs.report.figures import Scale
-from tests.runs.report.plausible_run import write_run
+from sonde.runs.report.curves import PIXELS, add_curve, per_pixel
 
 
 def test_a_curve_of_many_values_shows_the_extremes_of_every_pixel() -> None:
@@ -45,14 +39,3 @@ def test_gaps_of_a_pixel_and_restarts_break_a_thinned_curve() -> None:
     places, low, _ = per_pixel(x, y, y)
     assert any(4_000 <= at < 4_100 for at, value in zip(places, low, strict=True) if math.isnan(value))
     assert sum(map(math.isnan, places)) == 1
-
-
-def test_lines_at_very_many_restarts_are_thinned_out_and_the_legend_says_so(tmp_path: Path) -> None:
-    [known, _] = read_run(write_run(tmp_path, 2)).readings
-    for n_restarts, said, n_lines in ((2, "", 2), (250, "; one of 3 restarts is shown", 84)):
-        readings = [replace(known, segment=i, window=i + 1) for i in range(n_restarts + 1)]
-        line = OverRun.of(readings, TimeAxis.of(readings, "rows"))
-        assert [entry.text for entry in line.legend] == [f"the run was restarted here{said}"]
-        fig = line.new_figure(Scale("linear", 0, 1), "y", 100)
-        [lines] = [r for r in fig.renderers if isinstance(r.glyph, VSpan)]
-        assert len(lines.data_source.data["x"]) == n_lines

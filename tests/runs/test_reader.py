@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sonde.cli import main
 from sonde.runs.reader import read_run
 from sonde.runs.report.write import write_report
+from tests.runs.report.plausible_policy import policy_record
 from tests.runs.report.plausible_run import header_record, reading_record, write_run
 
 
@@ -24,6 +24,7 @@ def _header(**changes: object) -> str:
 
 
 HEADER = _header()
+COMPARISON = {"kind": "comparison", "time": 1.0, "window": 1, "baseline": "a", "per": "token"}
 
 
 def _with_value(loss: str) -> str:
@@ -92,31 +93,19 @@ def test_damage_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> None:
         (reading_record(0, 1) | {"window": 2**53}, "line 2 .*: 9007199254740992 where a count is expected"),
         (reading_record(0, 1) | {"groups": {"head": {"status": "resolved"}}}, "line 2 .*: it lacks 'b_simple'"),
         ({"kind": "metrics", "window": 2**53, "time": 1.0, "metrics": {}}, "line 2 .*992 where a count is expected"),
+        (_header(metrics={"mine": {"meaning": "m"}}), "line 2 .* is not a record of schema 4: it lacks 'unit'"),
+        (_header(metrics={"mine": 3}), "line 2 .*: 3 where an object is expected"),
+        (policy_record(0) | {"metrics": []}, r"line 2 .*: \[\] where an object is expected"),
+        (policy_record(0) | {"shares": {}}, "line 2 .*: {} where an array is expected"),
+        (policy_record(0) | {"causes": 1}, "line 2 .*: 1 where an object is expected"),
+        (policy_record(0) | {"window": -1}, "line 2 .*: -1 where a count is expected"),
+        (COMPARISON | {"options": [{"name": 3}]}, "line 2 .*: 3 where a text is expected"),
     ],
 )
 def test_records_that_are_not_ours_are_refused(tmp_path: Path, second_line: object, message: str) -> None:
     _log(tmp_path, HEADER, second_line)
     with pytest.raises(ValueError, match=message):
         read_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"metrics": {"mine": {"meaning": "m"}}}, "it lacks 'unit'"),
-        ({"metrics": {"mine": 3}}, "3 where an object is expected"),
-    ],
-)
-def test_damage_within_a_header_is_refused_with_its_line(
-    tmp_path: Path, changes: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = {"kind": "metrics", "time": 1.0, "window": 1, "metrics": {"mine": 1.0}}
-    section = {"title": "t", "text": "", "metrics": ["mine"]}
-    _log(tmp_path, _header(sections=[section], **changes), reading_record(0, 2), reading_record(1, 2), own)
-    assert main(["report", str(tmp_path)]) == 2
-    file = tmp_path / "records.jsonl"
-    said = capsys.readouterr().err
-    assert said.startswith(f"sonde: error: line 1 of {file} is not a record of schema 4: {message}")
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:

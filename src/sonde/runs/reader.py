@@ -13,16 +13,7 @@ from sonde.log.lines import LONGEST_LINE, begins_header, last_run, parse_record
 from sonde.log.sinks import RECORDS_NAME
 from sonde.log.values import count, filled, read_as
 from sonde.record_values import SCHEMA
-from sonde.runs.run import (
-    Alert,
-    ComparisonReading,
-    Header,
-    MetricsReading,
-    PolicyReading,
-    ProbeSetup,
-    Reading,
-    Run,
-)
+from sonde.runs.run import Alert, ComparisonReading, Header, MetricsReading, PolicyReading, ProbeSetup, Reading, Run
 from sonde.wording import plural
 
 _UNWANTED = b'{"kind":"window"'

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from sonde.wording import number
 
 BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#b34d0a", "#1b7f5c", "#7d8793", "#26303a"
-LIGHT_GREY = "#8d96a0"
 """Colour-blind readers can distinguish these. In a grey print, dashes and marks show the difference. In a dark scheme,
 page.css turns the lightness of figures around: nothing here is drawn on a background of its own."""
 

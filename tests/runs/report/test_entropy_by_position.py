@@ -18,7 +18,6 @@ from sonde.records import RunLog
 from sonde.runs.reader import read_run
 from sonde.runs.report.figures import Plot
 from sonde.runs.report.policy_curves import entropy_by_position
-from sonde.runs.report.policy_sections import policy_sections
 from sonde.runs.report.write import write_report
 from tests.policy.entropy_scene import Scene
 from tests.runs.report.visible_text import visible_text
@@ -77,10 +76,3 @@ def test_the_figure_has_the_first_and_the_last_measured_step(tmp_path: Path) -> 
     said = "Tokens 1: 0.250, 80 % of 9 from 0.0500 to 0.500; tokens 2 to 3: 0.125, 80 % of 7 from 0 to 0.500."
     assert said in plot.in_words, plot.in_words
     assert TITLE in visible_text(write_report(tmp_path))
-
-
-def test_without_positions_there_is_no_section(tmp_path: Path) -> None:
-    log = PolicyLog(RunLog(JsonlSink(tmp_path)))
-    log.measured(1, {"entropy/evaluation_per_token": 1.0})
-    log.end("training ended")
-    assert TITLE not in [section.title for section in policy_sections(read_run(tmp_path))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from sonde.log.sinks import JsonlSink
 from sonde.records import RunLog
 from sonde.runs.reader import read_run
-from sonde.runs.report.verdicts import failed_checks, place_in_words, verdict_panels
+from sonde.runs.report.verdicts import failed_checks, verdict_panels
 from sonde.runs.report.write import write_report
 from tests.runs.report.plausible_run import (
     alert_record,
@@ -56,7 +55,7 @@ def test_what_to_do_then_why_then_what_it_costs_then_every_section(plain: Path) 
         "Gradient norm and clipping",
         "threshold of the clip",
         "How this was measured",
-        "All data are the same. (window 40, after about 2,560 prompts; it has passed since)",
+        "All data are the same. (window 40; it has passed since)",
     ]
     place = 0
     for section in sections:
@@ -116,13 +115,13 @@ def test_which_checks_fail_now_and_which_are_over(
         written(tmp_path, records)
     run = read_run(tmp_path)
     [check] = failed_checks(run)
-    assert check.when.split(", after")[0] + (", over" if check.is_over else "") == failed
+    assert check.when + (", over" if check.is_over else "") == failed
     assert check.message == "the cause"
 
 
 def test_what_looks_wrong_now_comes_first(tmp_path: Path) -> None:
     text = visible_text(write_report(write_run(tmp_path, 3, alerts=[alert_record("all is lost", window=40)])))
-    assert "Something looks wrong All is lost (since window 40, after about 2,560 sequences)" in text
+    assert "Something looks wrong All is lost (since window 40)" in text
     assert text.index("Something looks wrong") < text.index("No verdict yet")
 
 
@@ -166,23 +165,6 @@ def test_numbers_of_the_verdict_are_those_of_the_last_reading(tmp_path: Path) ->
     assert "Average over the run 80 sequences; between 70 and 90" in text
     # Of whole runs, the average speaks: B_crit is 1.5 times it, 120. 1 + 120/64 steps, 1 + 64/120 sequences.
     assert "steps are 2.9× and sequences 1.5× the least possible." in text
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "tile"),
-    [
-        (0.0, 12.0, "< 12 sequences; no lower limit known"),
-        (5.0, None, "> 5 sequences; no upper limit known"),
-        (None, None, "– sequences; not known yet"),
-    ],
-)
-def test_a_bound_of_the_average_is_named_as_what_it_is(
-    tmp_path: Path, low: float | None, high: float | None, tile: str
-) -> None:
-    metrics = reading_record(0, 1, status="resolved")["metrics"]
-    ends = {"gns/b_simple_average": None, "gns/b_simple_average_low": low, "gns/b_simple_average_high": high}
-    text = visible_text(write_report(write_run(tmp_path, 3, status="resolved", metrics=metrics | ends)))
-    assert f"Average over the run {tile}" in text
 
 
 @pytest.mark.parametrize(
@@ -350,23 +332,3 @@ def test_without_bokeh_the_error_names_an_install_that_works(tmp_path: Path, mon
     with pytest.raises(ImportError, match=r"the report needs bokeh: pip install 'gradsonde\[report\]'"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
-
-
-def test_alerts_say_where_they_lie_on_the_axis(tmp_path: Path) -> None:
-    """The figures show units seen, and an alert knows its window: in proportion to the readings around it."""
-    all_seen = enumerate((320.0, 640.0, 1_640.0))
-    readings = [with_metrics(reading_record(i, 3), {"run/units_seen": seen}) for i, seen in all_seen]
-    run = read_run(written(tmp_path, [header_record(), *readings]))
-    shown = {window: place_in_words(run, window) for window in (5, 10, 20, 25, 30, 36)}
-    seen = {window: words.split("about ")[1] for window, words in shown.items()}
-    assert seen == {
-        5: "160 sequences",
-        10: "320 sequences",
-        20: "640 sequences",
-        25: "1,140 sequences",
-        30: "1,640 sequences",
-        36: "2,240 sequences",
-    }
-    assert place_in_words(run, 10, 25) == "windows 10 to 25, after about 320 to 1,140 sequences"
-    unknown = [replace(r, metrics={**r.metrics, "run/units_seen": None}) for r in run.readings]
-    assert place_in_words(replace(run, readings=tuple(unknown)), 10, 25) == "windows 10 to 25"

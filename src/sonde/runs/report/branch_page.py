@@ -6,16 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from sonde.evidence.answer import (
-    advice,
-    at_half,
-    batch_rows,
-    headline,
-    noise_scales,
-    scale_rows,
-    times,
-    verdict,
-)
+from sonde.evidence.answer import advice, at_half, batch_rows, headline, noise_scales, scale_rows, times, verdict
 from sonde.evidence.branches import Branches
 from sonde.evidence.notices import notices
 from sonde.evidence.stats.branched_batch import UnitsRatio

@@ -39,12 +39,10 @@ PIXELS = 800
 """The plotting area of the report is at most this wide. A curve of more values shows the lowest and the highest of each
 pixel, so that no peak is lost."""
 _MAX_TRIANGLES = 40
-_MAX_RESTARTS = 100
-"""Lines at more restarts would hide the curves."""
 
 Floats = NDArray[np.float64]
-Drawn = Sequence[tuple[Floats, Floats | None]]
-"""Of each curve its values, and the upper ends of a band."""
+Drawn = Sequence[tuple[Curve, Floats, Floats | None]]
+"""Curves, each with its values, and with the upper ends of a band."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,10 @@ class TimeAxis:
         label = "Optimizer steps" if noun == "step" else "Windows (optimizer steps)"
         if len(known) == len(seen):
             per_unit, label = units_label(max(known), unit)
-        axis = cls(label, noun, per_unit, Scale("linear", 0.0, 1.0), Range1d())
-        room = scale_for([axis.position(reading) for reading in readings], "linear")
+        places = [reading.window for reading in readings] if per_unit is None else [at / per_unit for at in known]
+        room = scale_for(places, "linear")
         scale = replace(room, start=max(room.start, 0.0))
-        return replace(axis, scale=scale, shared=Range1d(start=scale.start, end=scale.end))
+        return cls(label, noun, per_unit, scale, Range1d(start=scale.start, end=scale.end))
 
     def position(self, reading: AnyReading) -> float:
         """Where a reading lies."""
@@ -110,7 +108,7 @@ class OverRun:
     """Readings in rows, one after another.
 
     Attributes:
-        rows: the readings; None between two starts of the run, where curves break.
+        rows: the readings; None where curves break: between two starts of the run, or where it takes steps again.
         x: position of each row on the horizontal axis; NaN where the row is None.
         axis: the horizontal axis.
     """
@@ -124,7 +122,8 @@ class OverRun:
         """Lay out readings."""
         rows: list[AnyReading | None] = []
         for reading in readings:
-            if rows and rows[-1] is not None and rows[-1].segment != reading.segment:
+            before = rows[-1] if rows else None
+            if before is not None and (before.segment != reading.segment or reading.window < before.window):
                 rows.append(None)
             rows.append(reading)
         x = np.array([math.nan if row is None else axis.position(row) for row in rows])
@@ -132,7 +131,7 @@ class OverRun:
 
     @property
     def restarts(self) -> list[float]:
-        """Positions where later starts of the run begin."""
+        """Positions where the run goes on after a break."""
         return [self.x[i + 1] for i, row in enumerate(self.rows) if row is None]
 
     def column(self, column: Value) -> Floats:
@@ -142,14 +141,13 @@ class OverRun:
 
     def columns(self, panel: Panel) -> Drawn:
         """Those of each curve."""
-        return [(self.column(c.value), self.column(c.top) if c.top else None) for c in panel.curves]
+        return [(c, self.column(c.value), self.column(c.top) if c.top else None) for c in panel.curves]
 
     def new_figure(self, y: Scale, label: str, height: int) -> figure:
-        """An empty figure, with a dotted line at each restart; of very many restarts, at each of some."""
+        """An empty figure, with a dotted line at each restart."""
         axis = self.axis
         fig = new_figure(axis.scale, y, x_label=axis.label, y_label=label, height=height, shared=axis.shared)
-        lines = VSpan(line_color=GREY, line_dash="dotted", line_width=1.5)
-        draw(fig, lines, x=evenly(self.restarts, _MAX_RESTARTS))
+        draw(fig, VSpan(line_color=GREY, line_dash="dotted", line_width=1.5), x=self.restarts)
         return fig
 
     def add_hover(self, fig: figure, y: Floats, texts: Mapping[str, Callable[[Any], str]]) -> None:
@@ -162,9 +160,7 @@ class OverRun:
     @property
     def legend(self) -> list[LegendEntry]:
         """What the dotted lines mean; empty if the run was never restarted."""
-        every = math.ceil(len(self.restarts) / _MAX_RESTARTS)
-        some = f"; one of {every} restarts is shown" if every > 1 else ""
-        return [LegendEntry("dotted", GREY, f"the run was restarted here{some}")] if every else []
+        return [LegendEntry("dotted", GREY, "the run was restarted here")] if self.restarts else []
 
 
 def panels_of(columns: Columns, section: str, unit: str = "") -> list[Panel]:
@@ -254,7 +250,7 @@ def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: T
     line = whole = OverRun.of(readings, axis)
     for panel in panels:
         columns = whole.columns(panel)
-        is_known = ~np.all([np.isnan(values) for values, tops in columns if tops is None], axis=0)
+        is_known = ~np.all([np.isnan(values) for _, values, tops in columns if tops is None], axis=0)
         if not is_known.any():
             continue
         line = whole
@@ -263,7 +259,7 @@ def draw_panels(panels: Sequence[Panel], readings: Sequence[AnyReading], axis: T
             columns = line.columns(panel)
         fig, entries = _draw_panel(panel, line, columns)
         figures, legend = [*figures, fig], [*legend, *entries]
-        words += _in_words(panel, columns)
+        words += _in_words(panel.label, columns)
     if not figures:
         return absent
     for fig in figures[:-1]:
@@ -283,12 +279,12 @@ def _draw_panel(panel: Panel, line: OverRun, columns: Drawn) -> tuple[figure, li
     shown: list[LegendEntry] = []
     beyond: list[LegendEntry] = []
     heights = np.full(len(line.x), np.nan)  # of the first curve that is known there
-    for curve, (values, tops) in zip(panel.curves, columns, strict=True):
+    for curve, values, tops in columns:
         if curve.text and not np.isnan(values + (0.0 if tops is None else tops)).all():
             shown.append(LegendEntry(curve.mark, curve.color, curve.text))
         if tops is None:
             heights = np.where(np.isnan(heights), np.clip(values, y.start, y.end), heights)
-    for curve, (values, tops) in sorted(zip(panel.curves, columns, strict=True), key=lambda pair: pair[1][1] is None):
+    for curve, values, tops in sorted(columns, key=lambda each: each[2] is None):  # bands lie below
         if tops is None:
             beyond += _add_values(fig, line, y, curve, values)
         else:
@@ -301,9 +297,9 @@ def _scale(panel: Panel, columns: Drawn) -> Scale:
     if panel.ends:
         low, high = panel.ends
         return Scale("linear", low - 0.04 * (high - low), high + 0.04 * (high - low))
-    pairs = [pair for curve, pair in zip(panel.curves, columns, strict=True) if curve.stretches]
-    values = [*panel.shows, *panel.limits, *(v for low, _ in pairs for v in low[~np.isnan(low)].tolist())]
-    tops = [v for _, high in pairs if high is not None for v in high[np.isfinite(high)].tolist()]
+    shown = [each for each in columns if each[0].stretches]
+    values = [*panel.shows, *panel.limits, *(v for _, low, _ in shown for v in low[~np.isnan(low)].tolist())]
+    tops = [v for *_, high in shown if high is not None for v in high[np.isfinite(high)].tolist()]
     if panel.kind == "log":
         return scale_for([*values, *reachable(tops, values)], "log")
     scale = scale_for([*values, *tops], panel.kind)
@@ -316,10 +312,6 @@ def _add_values(fig: figure, line: OverRun, y: Scale, curve: Curve, values: Floa
     shown = np.clip(values, y.start, y.end)
     if curve.mark in ("up", "down"):
         _add_triangles(fig, line.x, shown, curve.mark, curve.color)
-        return
-    constant = np.unique(values[np.isfinite(values)])
-    if curve.mark == "dashed" and len(constant) == 1:
-        add_line_at(fig, y.clamp(float(constant[0])), "width", curve.color, "dashed")
         return
     inside = np.where(values == shown, values, np.nan) if curve.outside else shown
     add_curve(fig, line.x, inside, curve.color, curve.mark)
@@ -393,11 +385,11 @@ def per_pixel(x: ArrayLike, low: ArrayLike, high: ArrayLike) -> tuple[Floats, Fl
     return shown, lowest, highest
 
 
-def _in_words(panel: Panel, columns: Drawn) -> Iterator[str]:
-    """What the panel shows, for who cannot see it."""
-    for curve, (values, tops) in zip(panel.curves, columns, strict=True):
+def _in_words(label: str, columns: Drawn) -> Iterator[str]:
+    """What a panel shows, for who cannot see it."""
+    for curve, values, tops in columns:
         known = values[np.isfinite(values)].tolist()
         if known and tops is None:
             first, last, low, high = map(number, (known[0], known[-1], min(known), max(known)))
-            what = f"{panel.label}, {curve.text}" if curve.text else panel.label
+            what = f"{label}, {curve.text}" if curve.text else label
             yield f"{what}: {first} at first, {last} at last, between {low} and {high}."

@@ -11,7 +11,7 @@ from bokeh.models import BasicTicker
 from bokeh.models.glyphs import Line, Quad, Scatter, Segment
 
 from sonde.policy.stats.columns import DELTA, FRESH, IN_PROMPTS, LEARNED, METRICS, PROMPT_NOISE, PROMPTS
-from sonde.policy.stats.forecast_point import Point, Z, steps_kept
+from sonde.policy.stats.forecast_point import Point, Z
 from sonde.policy.stats.token_positions import AtPositions
 from sonde.runs.report.curves import Curve, OverRun, Panel, TimeAxis, draw_panels, panels_of
 from sonde.runs.report.figures import (
@@ -26,7 +26,7 @@ from sonde.runs.report.figures import (
     scale_for,
 )
 from sonde.runs.run import PolicyReading
-from sonde.stats.columns import BLUE, GREY, LIGHT_GREY, ORANGE
+from sonde.stats.columns import BLUE, GREY, ORANGE
 from sonde.stats.intervals import logged_interval
 from sonde.wording import count, number
 
@@ -34,31 +34,20 @@ MAX_POINTS = 600
 """Largest number of forecasts that are marked. (A curve thins itself out: see `per_pixel`.)"""
 
 
-def entropy_panel(readings: Sequence[PolicyReading]) -> Panel:
-    """The entropy on evaluation responses and on those that the policy learned from; undone steps are drawn apart."""
-    measured = [r.point for r in readings if r.point.entropy is not None]
-    kept = {id(point) for point in steps_kept(measured).points}
-    undone = {id(point) for point in measured} - kept
-
-    def standing(name: str) -> Callable[[Any], float | None]:
-        return lambda r: None if id(r.point) in undone else r.metrics.get(name)
+def entropy_panel() -> Panel:
+    """The entropy on evaluation responses and on those that the policy learned from."""
 
     def end(sign: float) -> Callable[[Any], float | None]:
         def value(r: PolicyReading) -> float | None:
-            entropy, error = standing(FRESH)(r), r.metrics.get(f"{FRESH}_se")
+            entropy, error = r.metrics.get(FRESH), r.metrics.get(f"{FRESH}_se")
             return None if entropy is None or error is None else entropy + sign * Z * error
 
         return value
 
-    def again(r: PolicyReading) -> float | None:
-        either = r.metrics.get(FRESH), r.metrics.get(LEARNED)
-        return next((v for v in either if v is not None), None) if id(r.point) in undone else None
-
     curves = (
-        Curve("line", BLUE, "entropy on evaluation responses", standing(FRESH)),
-        Curve("dashed", GREY, "entropy on the responses that the step learns from", standing(LEARNED)),
+        Curve("line", BLUE, "entropy on evaluation responses", FRESH),
+        Curve("dashed", GREY, "entropy on the responses that the step learns from", LEARNED),
         Curve("band", BLUE, "95 % interval of the entropy, over prompts", end(-1), end(1), alpha=0.14),
-        Curve("line", LIGHT_GREY, "before a restart that took these steps again", again),
     )
     names = {"on evaluation responses": FRESH, "on the step's own responses": LEARNED}
     hover = {label: lambda r, name=name: number(r.metrics.get(name)) for label, name in names.items()}
@@ -144,31 +133,21 @@ def entropy_by_position(readings: Sequence[PolicyReading]) -> Plot | str:
     shown = [(BLUE, some[-1])] if len(some) == 1 else [(GREY, some[0]), (BLUE, some[-1])]
     ends = [value for _, r in shown for at in r.positions for value in (at.q10, at.q90)]
     places = Scale("log", 1.0, max(at.last + 1.0 for _, r in shown for at in r.positions))
-    fig = new_figure(
-        places,
-        scale_for([0.0, *ends], "linear"),
-        x_label="Position of the token in the response",
-        y_label="Entropy (nats)",
-        height=320,
-    )
+    label, y = "Position of the token in the response", scale_for([0.0, *ends], "linear")
+    fig = new_figure(places, y, x_label=label, y_label="Entropy (nats)", height=320)
+    legend: list[LegendEntry] = []
     for color, reading in shown:
         left, right = [at.first for at in reading.positions], [at.last + 1 for at in reading.positions]
         low, middle, high = ([getattr(at, q) for at in reading.positions] for q in ("q10", "q50", "q90"))
         band = Quad(fill_color=color, fill_alpha=0.2, line_color=None)
         draw(fig, band, left=left, right=right, bottom=low, top=high)
         draw(fig, Segment(line_color=color, line_width=2), x0=left, y0=middle, x1=right, y1=middle)
+        legend.append(LegendEntry("line", color, f"median, step {reading.window:,}"))
+        legend.append(LegendEntry("band", color, f"80 % of the tokens, step {reading.window:,}"))
     last = some[-1].positions
     texts: dict[str, Callable[[int], str]] = {"tokens": lambda i: _range_text(last[i])}
     texts |= {f"step {r.window:,}": partial(_quantiles_at, r) for _, r in shown}
     add_hover(fig, [math.sqrt(at.first * (at.last + 1)) for at in last], [at.q50 for at in last], texts)
-    legend = [
-        entry
-        for color, r in shown
-        for entry in (
-            LegendEntry("line", color, f"median, step {r.window:,}"),
-            LegendEntry("band", color, f"80 % of the tokens, step {r.window:,}"),
-        )
-    ]
     return Plot((fig,), tuple(legend), " ".join(_positions_in_words(r) for _, r in reversed(shown)))
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from sonde.policy.stats.attribution import Share, unexplained
+from sonde.policy.stats.attribution import unexplained
 from sonde.policy.stats.columns import BY_RESPONSE, COEFFICIENT, DELTA, IN_PROMPTS, METRICS, TRUST
 from sonde.runs.report.curves import TimeAxis, draw_panels
 from sonde.runs.report.figures import Plot, Section, Table
@@ -19,7 +19,7 @@ from sonde.runs.report.policy_curves import (
     prompt_noise_plot,
 )
 from sonde.runs.report.sections import other_sections, section_over_run, values_section
-from sonde.runs.run import PolicyReading, Run, own_value_names
+from sonde.runs.run import PolicyReading, Run
 from sonde.wording import capital, number, percent
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def policy_sections(run: Run) -> list[Section]:
     axis = TimeAxis.of(policy, run.probe("policy").unit, noun="step")
     no_forecast = "No change of entropy was forecast in this run."
     over_run = partial(section_over_run, METRICS, policy, axis, "prompts")
-    entropy = draw_panels((entropy_panel(policy),), policy, axis, "No entropy was measured in this run.")
+    entropy = draw_panels((entropy_panel(),), policy, axis, "No entropy was measured in this run.")
     noise = (prompt_noise_plot(policy, axis),)
     sections = [
         Section("Entropy of the policy", _ENTROPY, (entropy,)),
@@ -50,10 +50,7 @@ def policy_sections(run: Run) -> list[Section]:
         Section(IN_PROMPTS, _NOISE + _allocation_text(policy), noise),
         Section("What each forecast is made of, and what it costs", _PARTS_TEXT, (_parts(policy) or no_forecast,)),
     ]
-    sections += other_sections(METRICS, sections, over_run)
-    if own_value_names(run, policy):
-        sections.append(values_section(run, policy, axis, "Reward"))
-    return [section for section in sections if any(section.content)]  # some are left out if they were not asked for
+    return [*sections, *other_sections(METRICS, sections, over_run), values_section(run, policy, axis, "Reward")]
 
 
 _ENTROPY = (
@@ -173,12 +170,13 @@ def _tables(run: Run) -> tuple[Plot | Table | str, ...]:
         tables.append(Table(caption, heads, tuple(rows), is_code=True))
     if last is not None:
         shares = _both_ends(sorted(last.shares, key=lambda part: part.change))
+        rows = [(_on_one_line(str(of.prompt)), *map(number, (of.change, of.sharpening, of.drift))) for of in shares]
         caption = (
             f"Forecast change by step {last.window:,} on each evaluation prompt. Sharpening: token probabilities "
             "change at the same prefixes. Drift: other prefixes, and lengths, become likelier."
         )
         columns = ("Prompt", "Change (nats)", "by sharpening", "by drift")
-        tables.append(Table(caption, columns, tuple(_share_row(part) for part in shares), is_code=True))
+        tables.append(Table(caption, columns, tuple(rows), is_code=True))
     if tables:
         return tuple(tables)
     if any(r.point.delta is not None for r in run.policy):
@@ -198,11 +196,6 @@ def _effects(readings: Sequence[PolicyReading]) -> dict[str, list[float]]:
             step = (of.change, of.from_rewarded, of.from_penalised, 1)
             effects[str(of.prompt)] = [a + b for a, b in zip(before, step, strict=True)]
     return effects
-
-
-def _share_row(part: Share) -> tuple[str, ...]:
-    numbers = (part.change, part.sharpening, part.drift)
-    return (_on_one_line(str(part.prompt)), *map(number, numbers))
 
 
 def _both_ends(rows: list[T]) -> list[T]:

@@ -48,7 +48,6 @@ def noise_scale_sections(run: Run) -> list[Section]:
     probe, readings = run.probe("reading"), run.readings
     unit, last = probe.unit, readings[-1]
     axis = TimeAxis.of(readings, unit)
-    group_order = [str(name) for name in probe.setup.get("groups") or ()]
 
     over_run = partial(section_over_run, METRICS, readings, axis, unit)
     scale = Section(OVER_RUN, _noise_scale_text(run), (_noise_scale_plot(run, axis, unit),))
@@ -64,7 +63,7 @@ def noise_scale_sections(run: Run) -> list[Section]:
         values_section(run, readings, axis, "Loss", "This run logged no loss and no other values."),
         scale,
         over_run(MOMENTS, _MOMENTS_TEXT, "No reading holds noise or signal."),
-        Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, group_order, unit),)),
+        Section("Noise scale by part of the model", _groups_text(run, unit), (groups_plot(last, unit),)),
         over_run(NORMS, _NORM_TEXT, "The gradient norm was not measured in this run."),
     ]
     return [*sections, *other_sections(METRICS, sections, over_run)]
@@ -96,8 +95,7 @@ def section_over_run(
 def other_sections(columns: Columns, shown: Sequence[Section], over_run: Callable[[str], Section]) -> list[Section]:
     """The sections that columns name and that have no place of their own on the page."""
     titles = dict.fromkeys(column.panel.section for column in columns.values() if column.panel is not None)
-    others = (over_run(title) for title in titles if title not in [section.title for section in shown])
-    return [section for section in others if any(section.content)]
+    return [over_run(title) for title in titles if title not in [section.title for section in shown]]
 
 
 def _noise_scale_plot(run: Run, axis: TimeAxis, unit: str) -> Plot | str:
@@ -191,16 +189,14 @@ def values_section(run: Run, readings: Sequence[AnyReading], axis: TimeAxis, wha
 
 def declared_sections(run: Run) -> list[Section]:
     """The sections that probes declare, each with a curve for every metric that at least one reading knows."""
-    readings = sorted(run.measured, key=lambda reading: (reading.segment, reading.time))
     sections = []
     for declared in run.sections:
-        plots = []
-        for name in declared.metrics:
-            numbers = (name, f"{name}_low") if f"{name}_low" in run.metrics else (name,)
-            if known := [r for r in readings if any(r.metrics.get(of) is not None for of in numbers)]:
-                axis = TimeAxis.of(known, run.probe("reading").unit)
-                plots.append(draw_panels([value_panel(name, run.metrics)], known, axis, ""))
-        content = tuple(plots) or ("None of these metrics was known in this run.",)
+        readings = [r for r in run.measured if not r.metrics.keys().isdisjoint(declared.metrics)]
+        plots: list[Plot | str] = []
+        if readings:
+            axis = TimeAxis.of(readings, run.probe("reading").unit)
+            plots = [draw_panels([value_panel(name, run.metrics)], readings, axis, "") for name in declared.metrics]
+        content = tuple(plot for plot in plots if plot) or ("None of these metrics was known in this run.",)
         sections.append(Section(declared.title, declared.text, content))
     return sections
 
@@ -279,18 +275,17 @@ def _groups_text(run: Run, unit: str) -> str:
     )
 
 
-def groups_plot(reading: Reading, order: Sequence[str], unit: str) -> Plot | str:
+def groups_plot(reading: Reading, unit: str) -> Plot | str:
     """B_simple of each group in one reading, as a dot with its interval.
 
     Args:
-        reading: the last one.
-        order: the groups in the model's order; any others come after them.
+        reading: the last one. Its groups are in the model's order.
         unit: plural name of the unit.
 
     Returns:
         The figure with the first group on top, or a sentence that says why there is none.
     """
-    names = list(dict.fromkeys([*(name for name in order if name in reading.groups), *reading.groups]))[:MAX_GROUPS]
+    names = [*reading.groups][:MAX_GROUPS]
     groups = [reading.groups[name] for name in names]
     if not groups:
         return "The log holds no values of groups of parameters: sonde.attach(log_groups=True) writes them."

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sonde.batch_size.stats.reading import in_percent
@@ -13,15 +12,7 @@ from sonde.decision.time_curve import nearly_whole
 from sonde.policy.stats.entropy_verdict import judge_entropy
 from sonde.policy.stats.forecast_point import coverage, steps_kept
 from sonde.runs.facts import facts_of_run
-from sonde.runs.run import (
-    PROMPT_NOISE,
-    Alert,
-    AnyReading,
-    ComparisonReading,
-    PolicyReading,
-    Reading,
-    Run,
-)
+from sonde.runs.run import PROMPT_NOISE, Alert, AnyReading, ComparisonReading, PolicyReading, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
 from sonde.wording import count, number, percent, plural, units
 
@@ -270,37 +261,17 @@ def position_text(reading: AnyReading | ComparisonReading, unit: str) -> str:
     return f"{noun} {count(reading.window)}{after}"
 
 
-def step_noun(run: Run) -> str:
-    """What an optimizer step is called: a window, unless only a policy is measured, in which nothing is averaged."""
-    return "step" if run.policy and not run.readings else "window"
-
-
 def place_in_words(run: Run, window: int, until: int | None = None) -> str:
-    """A window, or several, and where they lie on the axis of the figures, which may show units.
+    """A window, or several. It is called a step if only a policy is measured, in which nothing is averaged.
 
     Args:
         run: with the window.
         window: its number.
         until: the last of several windows; None for one.
     """
+    noun = "step" if run.policy and not run.readings else "window"
     if not window:
-        return f"before the first {step_noun(run)}"
-    ends = [window] if until is None or until <= window else [window, until]
-    words = f"{step_noun(run)}{'s' if len(ends) > 1 else ''} {' to '.join(map(count, ends))}"
-    seen = [_units_seen(run.readings, end) for end in ends]
-    if not run.readings or None in seen:
-        return words
-    return f"{words}, after about {' to '.join(map(count, seen))} {run.probe('reading').unit}"
-
-
-def _units_seen(readings: Sequence[Reading], window: int) -> float | None:
-    """Units seen up to a window, in proportion to those of the nearest readings; None where the axis shows windows."""
-    points = [(0.0, 0.0)]
-    for reading in readings:
-        if (seen := reading.metrics.get("run/units_seen")) is None:
-            return None
-        points.append((float(reading.window), seen))
-    points.sort()
-    after = min(bisect.bisect_left(points, (float(window), 0.0)), len(points) - 1)
-    (first, at_first), (last, at_last) = points[max(after - 1, 0)], points[after]
-    return at_last if last == first else at_first + (window - first) * (at_last - at_first) / (last - first)
+        return f"before the first {noun}"
+    if until is None or until <= window:
+        return f"{noun} {count(window)}"
+    return f"{noun}s {count(window)} to {count(until)}"

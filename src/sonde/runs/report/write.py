@@ -65,18 +65,19 @@ def render_page(run: Run) -> str:
 
 
 def report_sections(run: Run) -> list[Section]:
-    """The sections of a run, in order."""
+    """The sections of a run, in order, without those of what was not asked for."""
     # Here, since Bokeh and Jinja2 are an extra, and only the page needs them.
     from sonde.runs.report.comparison_section import comparison_sections
     from sonde.runs.report.policy_sections import policy_sections
     from sonde.runs.report.sections import declared_sections, noise_scale_sections
 
-    return [
+    sections = [
         *(noise_scale_sections(run) if run.readings else []),
         *(policy_sections(run) if run.policy else []),
         *comparison_sections(run),
         *declared_sections(run),
     ]
+    return [section for section in sections if any(section.content)]
 
 
 def said_first(run: Run) -> dict[str, Any]:
