@@ -73,6 +73,11 @@ const drawn = holder => {
 };
 return [...document.querySelectorAll('figure [data-root-id]')].map(drawn);
 """
+RANGE = """
+const root = arguments[0].querySelector('[data-root-id]').dataset.rootId;
+const range = Bokeh.documents.map(d => d.get_model_by_id(root)).find(m => m).x_range;
+return [range.start, range.end];
+"""
 OVERFLOW = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 

@@ -21,11 +21,7 @@ from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from tests.batch_size.loops import windows_of_rows
 from tests.new_process import Ended, Python
-from tests.runs.report.plausible_run import (
-    header_record,
-    reading_record,
-    write_run,
-)
+from tests.runs.report.plausible_run import header_record, reading_record, write_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,28 +117,21 @@ def test_a_system_without_locks_is_pointed_out(
 def test_forked_children_write_nothing_and_run_no_exit_handler(tmp_path: Path) -> None:
     """Children that write, close, exit by sys.exit() or are collected: the log holds what the parent wrote."""
     code = f"""
-import atexit, os, sys
-import torch
+import os, sys
 from torch import nn
 import sonde
+from tests.batch_size.loops import windows_of_rows
 model = nn.Linear(3, 1)
 class Other:
     def write(self, record): open({str(tmp_path / "other")!r}, "a").write(f"{{os.getpid()}} {{record['kind']}}\\n")
     def close(self): open({str(tmp_path / "other")!r}, "a").write(f"{{os.getpid()}} close\\n")
 log = sonde.RunLog([sonde.JsonlSink({str(tmp_path)!r}), Other()], every=1)
 probe = sonde.attach(model, unit="rows", log=log, verbose=False)
-def window():
-    for _ in range(2):
-        with probe.piece(units=4):
-            model(torch.randn(4, 3)).square().mean().backward()
-    probe.step()
-    model.zero_grad()
-window()
-window()
+windows_of_rows(probe, model, 2)
 for what in ("exit", "train", "close", "write"):
     if (child := os.fork()) == 0:
         if what == "train":
-            window()
+            windows_of_rows(probe, model, 1)
             probe.reading()
         if what == "close":
             probe.close("by a child")
@@ -150,7 +139,7 @@ for what in ("exit", "train", "close", "write"):
             log.write("alert", window=1, name="child", message="by a child")
         sys.exit(0)  # runs the exit handlers
     assert os.waitpid(child, 0)[1] == 0, what
-window()
+windows_of_rows(probe, model, 1)
 print(os.getpid())
 """
     done = _run(code, tmp_path)
@@ -168,20 +157,15 @@ def test_a_full_disk_is_told_by_the_probe_and_leaves_whole_lines(tmp_path: Path)
     """The limit of a file's size: as on a full disk, the last write takes a part of the line and then fails."""
     code = f"""
 import resource, signal
-import torch
 from torch import nn
 import sonde
+from tests.batch_size.loops import windows_of_rows
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000))
 model = nn.Linear(3, 1)
 log = sonde.RunLog(sonde.JsonlSink({str(tmp_path)!r}), every=1)
 probe = sonde.attach(model, unit="rows", log=log, every=1, verbose=False)
-for _ in range(40):
-    for _ in range(2):
-        with probe.piece(units=4):
-            model(torch.randn(4, 3)).square().mean().backward()
-    probe.step()
-    model.zero_grad()
+windows_of_rows(probe, model, 40)
 print(probe.reading().windows, dict(probe.alerts))
 probe.close()
 """

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from sonde.log.lines import last_header
-from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.watch.follow import FollowedRun
 from tests.runs.report.plausible_policy import policy_header, policy_record
@@ -52,21 +51,14 @@ def logs(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     return ours, tmp_path / "theirs"
 
 
-def test_it_is_read_as_the_same_run(logs: tuple[Path, Path]) -> None:
+def test_it_is_read_as_the_same_run_which_goes_on_in_it(logs: tuple[Path, Path]) -> None:
     ours, theirs = logs
     expected = read_run(ours)
     assert (expected.name, expected.earlier_runs, len(expected.readings)) == ("second", 1, 3)
     assert replace(read_run(theirs), path=expected.path) == expected
     assert replace(FollowedRun(theirs).run, path=expected.path) == expected
     assert last_header(theirs / "records.jsonl") == last_header(ours / "records.jsonl")
-
-
-def test_a_run_goes_on_in_it(logs: tuple[Path, Path]) -> None:
-    _, theirs = logs
-    sink = JsonlSink(theirs)
-    sink.write(header_record(run="second"))
-    sink.close()
-    run = read_run(theirs)
+    run = read_run(written(theirs, [header_record(run="second")]))
     assert (len(run.headers), run.ended) == (2, None)
 
 

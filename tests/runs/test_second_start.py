@@ -50,15 +50,6 @@ def test_a_second_start_without_a_state_is_a_new_run(first: int, tmp_path: Path)
     assert "64" not in text.split("How this was measured")[0]
 
 
-def test_a_start_that_loads_the_state_goes_on_with_the_run(tmp_path: Path) -> None:
-    state = start(tmp_path, batch=64, windows=10)
-    start(tmp_path, batch=16, windows=10, state=state)
-    run = sonde.read_run(tmp_path)
-    assert [(reading.segment, reading.window) for reading in run.readings] == [(0, 5), (0, 10), (1, 15), (1, 20)]
-    assert (len(run.headers), run.earlier_runs) == (2, 0)
-    assert "restarted 1 time" in visible_text(sonde.write_report(tmp_path))
-
-
 def test_the_last_run_alone_is_read_with_its_own_restarts(tmp_path: Path) -> None:
     for batch in (64, 32):
         start(tmp_path, batch=batch, windows=10)

@@ -113,9 +113,7 @@ def policy_record(i: int, *, has_truth: bool = True, has_noise: bool = True, **c
     return record | changes
 
 
-def write_policy_run(
-    folder: Path, n: int = 24, *, header: Record | None = None, end: bool = True, **options: Any
-) -> Path:
+def write_policy_run(folder: Path, n: int = 24, **options: Any) -> Path:
     """Write a whole run into `folder` and return the folder. Options are those of `policy_record`."""
-    last = [end_record(5 * n, "training ended")] if end else []
-    return written(folder, [header or policy_header(), *(policy_record(i, **options) for i in range(n)), *last])
+    records = [policy_record(i, **options) for i in range(n)]
+    return written(folder, [policy_header(), *records, end_record(5 * n, "training ended")])

@@ -17,7 +17,7 @@ from sonde.runs.report.branch_page import branch_page
 from sonde.runs.report.figures import Plot
 from sonde.runs.report.page import write_page
 from sonde.runs.report.write import write_report
-from tests.runs.report.plausible_branches import CRITICAL, PROXIES, curve_of, diverged, plausible_branches
+from tests.runs.report.plausible_branches import PROXIES, diverged, plausible_branches
 from tests.runs.report.visible_text import visible_text
 
 BRANCHES = plausible_branches()
@@ -60,14 +60,6 @@ def test_a_measured_critical_batch(tmp_path: Path) -> None:
         "from these branches.",
     ):
         assert fact in text, fact
-
-
-def test_without_noise_the_page_has_the_law_of_the_losses() -> None:
-    """The ratio is (1 + B/200)/(1 + 16/200), 1.2 at 59.2."""
-    exact = plausible_branches(proxies=())
-    curves = [replace(b, curve=curve_of(b.batch, b.seed, scatter=1e-9)) for b in exact.branches]
-    found = replace(exact, branches=tuple(curves)).law_critical
-    assert found.ratio == pytest.approx(CRITICAL, rel=0.01)
 
 
 def test_only_a_lower_bound(tmp_path: Path) -> None:
@@ -147,14 +139,6 @@ def test_losses_are_drawn_as_the_mean_of_seeds() -> None:
     points = columns_of(loss_plot(replace(BRANCHES, branches=tuple(apart))), 0, "x", "y")
     assert {(20_001 + seed, of_32[seed]) for seed in range(3)} <= {*points}
     assert loss_plot(replace(BRANCHES, branches=())) == "No branch has a loss yet."
-
-
-def test_a_ratio_that_rises_faster_than_the_law() -> None:
-    """By the law no batch below 1.2 × 16 can need a fifth more than one of 16."""
-    steep = plausible_branches((16.0, 18.0))
-    changed = [replace(b, curve=curve_of(400, b.seed)) if b.batch == 18 else b for b in steep.branches]
-    found = replace(steep, branches=tuple(changed)).law_critical
-    assert (found.status, found.reason) == ("unresolved", "the ratio of units rises faster than the law allows")
 
 
 def test_the_command_finds_branches_in_a_folder(tmp_path: Path) -> None:

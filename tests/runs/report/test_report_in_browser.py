@@ -22,7 +22,7 @@ from sonde.runs.facts import TRIAL_NAME
 from sonde.runs.report.branch_page import branch_page
 from sonde.runs.report.page import write_page
 from sonde.runs.report.write import write_report
-from tests.chromium import DRAWN, OVERFLOW, in_browser, open_page, page_text
+from tests.chromium import DRAWN, OVERFLOW, RANGE, in_browser, open_page, page_text
 from tests.runs.report.plausible_branches import PROXIES, diverged, plausible_branches
 from tests.runs.report.plausible_policy import policy_header, policy_record, write_policy_run
 from tests.runs.report.plausible_run import (
@@ -40,32 +40,25 @@ pytestmark = in_browser
 ATTACK = "<script>alert(1)</script><img src=x onerror='window.attacked = 1'>"
 
 
-@pytest.mark.parametrize("width", [1200, 500])
-def test_a_whole_run_fits_wide_and_narrow_windows(browser: Any, tmp_path: Path, width: int) -> None:
-    report = write_report(write_run(tmp_path, 60, alerts=[alert_record()]))
-    open_page(browser, report, width=width)
-    assert len(browser.execute_script(DRAWN)) == 7
-    assert browser.execute_script(OVERFLOW) <= 0
-
-
 @pytest.mark.parametrize(
-    ("status", "n_plots", "n_readings"), [("resolved", 7, 1), ("lower_bound", 7, 12), ("unresolved", 4, 1)]
+    ("status", "n_plots", "n_readings", "width"),
+    [
+        (None, 7, 60, 1200),
+        (None, 7, 60, 500),
+        ("resolved", 7, 1, 1200),
+        ("lower_bound", 7, 12, 1200),
+        ("unresolved", 4, 1, 1200),
+    ],
 )
-def test_every_status(browser: Any, tmp_path: Path, status: str, n_plots: int, n_readings: int) -> None:
-    open_page(
-        browser, write_report(write_run(tmp_path, n_readings, status=status, header=header_record(unit="prompts")))
-    )
+def test_every_status_fits_wide_and_narrow_windows(
+    browser: Any, tmp_path: Path, status: str | None, n_plots: int, n_readings: int, width: int
+) -> None:
+    header = header_record(unit="prompts")
+    run = write_run(tmp_path, n_readings, status=status, header=header, alerts=[alert_record()])
+    open_page(browser, write_report(run), width=width)
     assert len(browser.execute_script(DRAWN)) == n_plots
+    assert browser.execute_script(OVERFLOW) <= 0
     assert "Average over the run" in page_text(browser)
-
-
-def test_200_groups_are_all_there_and_scroll(browser: Any, tmp_path: Path) -> None:
-    groups = [f"model.layers.{i // 2}.{'self_attn' if i % 2 else 'mlp'}" for i in range(200)]
-    setup = header_record()["setup"] | {"groups": groups}
-    open_page(browser, write_report(write_run(tmp_path, 5, groups=groups, header=header_record(setup=setup))))
-    tall = browser.find_element("css selector", "figure.tall")
-    assert browser.execute_script("return arguments[0].scrollHeight", tall) > 200 * 15
-    assert browser.execute_script("return arguments[0].clientHeight", tall) < 700
 
 
 TOOLTIP = """
@@ -84,9 +77,7 @@ return lines.map(span => [span.parentElement.textContent, getComputedStyle(span)
 def test_hovering_shows_the_reading(browser: Any, tmp_path: Path, figure: int, line: str, others: str) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
-    setup = header_record()["setup"] | {"groups": [ATTACK, "head"]}
-    header = header_record(setup=setup)
-    open_page(browser, write_report(write_run(tmp_path, 60, status="resolved", header=header, groups=[ATTACK, "head"])))
+    open_page(browser, write_report(write_run(tmp_path, 60, status="resolved", groups=[ATTACK, "head"])))
     hovered = browser.find_elements("tag name", "figure")[figure]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", hovered)
     ActionChains(browser).move_to_element_with_offset(hovered, 100, -30).perform()
@@ -160,10 +151,7 @@ def test_branches_fit_wide_and_narrow_windows(browser: Any, tmp_path: Path, widt
     assert browser.execute_script(OVERFLOW) <= 0
     assert page_text(browser).count(f"{ATTACK} $$x$$") > 10
     assert browser.execute_script("return window.attacked === undefined")
-    for scheme in ("light", "dark"):
-        with _media(browser, scheme=scheme):
-            texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
-            assert {text[:40]: scheme for text, ink, paper in texts if _contrast(ink, paper) < 4.5} == {}
+    _check_contrast(browser)
 
 
 @contextmanager
@@ -201,12 +189,21 @@ def _contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def _check_contrast(browser: Any) -> None:
+    """4.5 by WCAG for every text."""
+    for scheme in ("light", "dark"):
+        with _media(browser, scheme=scheme):
+            texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
+            assert any(len(text) > 20 for text, _, _ in texts)
+            assert {text[:40]: scheme for text, ink, paper in texts if _contrast(ink, paper) < 4.5} == {}
+
+
 KINDS = {"time": ("resolved", 6400.0), "keep": ("resolved", 30.0), "wait": ("unresolved", 1.0)}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "falling", "collapses"])
 def test_every_text_has_contrast(browser: Any, tmp_path: Path, kind: str) -> None:
-    """4.5 by WCAG: badges, tiles, notes, alerts, legends, tables."""
+    """Badges, tiles, notes, alerts, legends, tables."""
     if kind in KINDS:
         status, b_simple = KINDS[kind]
         record = reading_record(0, 1, status=status)
@@ -229,13 +226,7 @@ def test_every_text_has_contrast(browser: Any, tmp_path: Path, kind: str) -> Non
         report.write_text(report.read_text(encoding="utf-8").replace("verdict falling", "verdict collapses"), "utf-8")
     open_page(browser, report)
     assert len(browser.find_elements("css selector", f".verdict.{kind} .badge")) == 1
-    for scheme in ("light", "dark"):
-        with _media(browser, scheme=scheme):
-            texts = browser.execute_script(TEXTS, "body *:not(script):not(style)")
-            assert any("in light" in text or len(text) > 20 for text, _, _ in texts)
-            assert {text[:40]: scheme for text, ink, paper in texts if _contrast(ink, paper) < 4.5} == {}
-            [[_, ink, paper]] = browser.execute_script(TEXTS, ".badge")
-            assert ink != paper
+    _check_contrast(browser)
 
 
 def test_a_dark_scheme_darkens_page_and_figures_and_paper_stays_light(browser: Any, tmp_path: Path) -> None:
@@ -260,13 +251,6 @@ def _greys(browser: Any, selector: str) -> list[int]:
     return list(Image.open(io.BytesIO(picture)).convert("L").tobytes())
 
 
-RANGE = """
-const root = arguments[0].querySelector('[data-root-id]').dataset.rootId;
-const range = Bokeh.documents.map(d => d.get_model_by_id(root)).find(m => m).x_range;
-return [range.start, range.end];
-"""
-
-
 def test_each_figure_is_reached_and_zoomed_by_keyboard_and_has_a_text(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
@@ -282,12 +266,15 @@ def test_each_figure_is_reached_and_zoomed_by_keyboard_and_has_a_text(browser: A
     links = browser.find_elements("css selector", "a[href^='#']")
     assert in_order == [*links, *figures]  # nothing else takes the focus, but what is folded
     browser.execute_script("arguments[0].focus()", links[-1])
+    over_run = [figures[k] for k in (1, 2, 3, 5)]  # the others are over batch sizes and noise scales
     for figure in figures:
         press(Keys.TAB)  # one stop a figure: Bokeh's own layers are none
         assert browser.switch_to.active_element == figure
         first = browser.execute_script(RANGE, figure)
         press("+")
         zoomed = browser.execute_script(RANGE, figure)
+        together = [other for other in figures if browser.execute_script(RANGE, other) == zoomed]
+        assert together == (over_run if figure in over_run else [figure])
         assert first[0] < zoomed[0] < zoomed[1] < first[1]
         press(Keys.ARROW_RIGHT)
         moved = browser.execute_script(RANGE, figure)
@@ -302,24 +289,14 @@ def test_each_figure_is_reached_and_zoomed_by_keyboard_and_has_a_text(browser: A
     assert re.search(r"threshold[^.]*: 1 at first, 1 at last", norm)
 
 
-def test_figures_over_the_run_zoom_together(browser: Any, tmp_path: Path) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    open_page(browser, write_report(write_run(tmp_path, 12)))
-    figures = browser.find_elements("css selector", "figure")
-    browser.execute_script("arguments[0].focus()", figures[1])
-    ActionChains(browser).send_keys("+").perform()
-    assert browser.execute_script(RANGE, figures[1]) == browser.execute_script(RANGE, figures[2])
-    assert browser.execute_script(RANGE, figures[1]) != browser.execute_script(RANGE, figures[0])
-
-
-def test_on_paper_nothing_is_cut_off(browser: Any, tmp_path: Path) -> None:
-    groups = [f"blocks.{i}" for i in range(60)]
-    setup = header_record()["setup"] | {"groups": groups}
-    open_page(browser, write_report(write_run(tmp_path, 12, groups=groups, header=header_record(setup=setup))))
+def test_many_groups_scroll_and_on_paper_nothing_is_cut_off(browser: Any, tmp_path: Path) -> None:
+    open_page(browser, write_report(write_run(tmp_path, 12, groups=[f"blocks.{i}" for i in range(60)])))
+    tall = browser.find_element("css selector", "figure.tall")
+    assert browser.execute_script("return arguments[0].scrollHeight", tall) > 60 * 15
+    assert browser.execute_script("return arguments[0].clientHeight", tall) < 700
     with _media(browser, scheme="dark", media="print"):
         inside = "const f = arguments[0]; return [f.scrollHeight - f.clientHeight, getComputedStyle(f).breakInside]"
-        assert browser.execute_script(inside, browser.find_element("css selector", "figure.tall"))[0] <= 0
+        assert browser.execute_script(inside, tall)[0] <= 0
         assert browser.execute_script(inside, browser.find_element("css selector", "figure:not(.tall)"))[1] == "avoid"
     pdf = browser.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
     assert 3 <= len(re.findall(rb"/Type /Page\b", base64.b64decode(pdf["data"]))) <= 9

@@ -8,8 +8,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from sonde.log.sinks import JsonlSink
 from sonde.runs.reader import read_run
 from sonde.runs.watch.follow import FollowedRun
@@ -132,20 +130,6 @@ def test_a_log_that_may_not_be_read_is_told_until_it_may(tmp_path: Path) -> None
     assert followed.problem == f"{followed.path} {expected}"
     followed.refresh()
     assert followed.problem == ""
-
-
-@pytest.mark.parametrize(
-    ("log", "said"),
-    [
-        (b"step,loss\n", "is not a run's log"),
-        (b"", "got an empty file"),
-        (b'{"kind":"header","schema":99}\n', "was written with record schema 99"),
-    ],
-)
-def test_what_is_no_log_is_refused_at_once(log: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").write_bytes(log)
-    with pytest.raises(ValueError, match=said):
-        FollowedRun(tmp_path)
 
 
 def test_the_run_is_not_touched(tmp_path: Path) -> None:

@@ -92,10 +92,6 @@ def test_several_runs_and_one_without_a_reading(tmp_path: Path) -> None:
 
 def test_a_port_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     run = FollowedRun(write_run(tmp_path, 3))
-    with Site([run]) as site:
-        with pytest.raises(
-            ValueError, match=rf"--port {site.server_port} cannot be used \(Address already in use\): lea"
-        ):
-            Site([run], port=site.server_port)
-        with pytest.raises(ValueError, match="leave --port out for a free one"):
-            Site([run], port=65536)
+    used = r"--port \d+ cannot be used \(Address already in use\): leave --port out for a free one"
+    with Site([run]) as site, pytest.raises(ValueError, match=used):
+        Site([run], port=site.server_port)

@@ -15,18 +15,13 @@ from typing import Any
 import pytest
 
 from sonde.log.lines import encode_line
-from tests.chromium import in_browser
+from tests.chromium import OVERFLOW, RANGE, in_browser
 from tests.runs.report.plausible_policy import write_policy_run
 from tests.runs.report.plausible_run import Record, alert_record, header_record, reading_record, write_run, written
 
 pytestmark = [*in_browser, pytest.mark.timeout(120)]
 
 STILL = "return window.Bokeh !== undefined && Bokeh.documents.length === 1 && Bokeh.documents[0].is_idle"
-RANGE = """
-const root = arguments[0].querySelector('[data-root-id]').dataset.rootId;
-const range = Bokeh.documents[0].get_model_by_id(root).x_range;
-return [range.start, range.end];
-"""
 NEWEST = """
 const fig = Bokeh.documents[0].get_model_by_id(arguments[0].querySelector('[data-root-id]').dataset.rootId);
 return [...fig.references()].map(model => model.data?.text2?.at(-1)).find(text => text !== undefined);
@@ -173,8 +168,7 @@ def test_several_runs_are_chosen_from_a_list(browser: Any, tmp_path: Path) -> No
         assert _text(browser).count("Time it first") == 1  # in the list
         metrics = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert browser.execute_script(overflow) <= 0
+        assert browser.execute_script(OVERFLOW) <= 0
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         browser.back()
         _wait(lambda: "window 120" in _text(browser), "the first run again")
