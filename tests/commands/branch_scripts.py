@@ -16,7 +16,8 @@ batch = args.batch
 every = max(1, int(160 / args.batch))
 for step in range(0, (args.steps or 10**9) + 1, every):
     # A power law of the units, of which a batch needs 1 + B/50 times as many.
-    loss = (step * args.batch / (1 + batch / 50) + 500) ** -0.5 * (1 + 0.002 * draw.gauss(0, 1) * (step > 0))
+    learnt = min(args.lr or 1, 1) * step * args.batch
+    loss = (learnt / (1 + batch / 50) + 500) ** -0.5 * (1 + 0.002 * draw.gauss(0, 1) * (step > 0))
     if args.wrong == "diverges" and batch > 60 and step * batch > 1000:
         loss = float("nan")
     if args.wrong == "decays":  # while the rate is high, the loss is: by a tenth before the end
@@ -77,6 +78,7 @@ for name, value in settings.items():
 for name in ("wrong", "resume", "save"):
     parser.add_argument("--" + name, default="")
 args = parser.parse_args()
+wrong = args.wrong.split("+")
 
 truth = [1.0, -2.0, 0.5, 3.0]
 weights, moments, batch, draw = [0.0] * 4, [[0.0, 0.0] for _ in truth], args.batch, random.Random(args.seed)
@@ -84,16 +86,18 @@ group = {name: getattr(args, name) for name in settings}  # as torch's optimizer
 if args.resume:
     saved = json.load(open(args.resume))
     weights, moments = saved["weights"], saved["moments"]
-    if args.wrong in group:  # load_state_dict brings the group of the run that was saved
-        group[args.wrong] = saved["group"][args.wrong]
-    if args.wrong == "schedule":  # its first rate is that of the loaded state
+    group |= {name: saved["group"][name] for name in group if name in wrong}  # load_state_dict brings those saved
+    if "schedule" in wrong:  # its first rate is that of the loaded state
         group["lr"] = saved["group"]["initial_lr"] * 0.5 * (1 + math.cos(0.0))
-    if args.wrong == "batch":  # of the data loader that the checkpoint holds
+    if "batch" in wrong:  # of the data loader that the checkpoint holds
         batch = saved["batch"]
-    if args.wrong == "seed":  # the random state of the checkpoint replaces it
+    if "seed" in wrong:  # the random state of the checkpoint replaces it
         draw.setstate((saved["draw"][0], tuple(saved["draw"][1]), saved["draw"][2]))
-    if args.wrong == "chance":
+    if "chance" in wrong:
         draw = random.Random()
+if "limits" in wrong:  # "fits" by what a machine's memory takes, "least" by its micro-batch
+    group["lr"] = min(group["lr"], 0.03)
+batch = min(batch, 16) if "fits" in wrong else max(batch, 16) if "least" in wrong else batch
 
 def row(of):
     x = [of.gauss(0, 1) for _ in truth]
@@ -105,13 +109,14 @@ def error(x, y):
 held_out = [row(random.Random(k)) for k in range(100)]
 EPOCH = 24
 steps = args.units // args.batch if args.units else args.steps
-if args.wrong == "epochs":
+if "epochs" in wrong:
     steps = math.ceil(steps / EPOCH) * EPOCH
-if args.wrong in ("steps", "units"):  # a number of its own
+if {"steps", "units"} & {*wrong}:  # a number of its own
     steps = 200
 for step in range(steps + 1):
     if step % 4 == 0 or step == steps:
         loss = sum(error(x, y) ** 2 for x, y in held_out) / len(held_out)
+        loss += 6e-5 * random.random() * ("noise" in wrong)
         print(f"step {step}: val loss {loss:.6f}", flush=True)
     if step == steps:
         break
@@ -122,6 +127,8 @@ for step in range(steps + 1):
         moments[k] = [b * m + (1 - b) * gradient**p for b, m, p in zip(betas, moments[k], (1, 2))]
         weights[k] *= 1 - group["lr"] * group["weight_decay"]
         weights[k] -= group["lr"] * moments[k][0] / (math.sqrt(moments[k][1]) + group["eps"])
+    if "later" in wrong:  # a scheduler sets the rate after each step
+        group["lr"] = settings["lr"]
 if args.save:
     saved = {"weights": weights, "moments": moments, "batch": batch, "draw": draw.getstate()}
     json.dump(saved | {"group": group | {"initial_lr": group["lr"]}}, open(args.save, "w"))

@@ -25,6 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 ADAM = "--lr {lr} --beta1 {beta1} --beta2 {beta2} --eps {eps}"
 OF_ADAM = "--lr 0.02 --beta1 0.9 --beta2 0.99 --eps 1e-8"
+SLOWED = (
+    "with 2e-08 in place of 0.02 its loss falls nearly as far, as if another rate held, at least after the first steps"
+)
 DECAY, OF_DECAY = "--weight_decay {weight_decay}", "--weight-decay 0.1"
 
 
@@ -44,7 +47,11 @@ def branch(script: str, options: str = "", wrong: str = "", batches: str = "8,16
         ("eps", "eps", ADAM, OF_ADAM),
         ("weight_decay", "weight_decay", DECAY, OF_DECAY),
         ("batch", "batch", "--lr {lr}", "--lr 0.02"),
-        ("seed", "seed", "--seed {seed}", ""),
+        ("batch", "least", "--lr {lr}", "--lr 0.02"),
+        ("seed", "seed", "--seed {seed}", "--seeds 2"),
+        # At the largest batch alone:
+        ("lr", "limits", "--lr {lr} --steps {steps}", "--lr 0.02 --batches 8,16,32"),
+        ("batch", "fits", "--lr {lr}", "--lr 0.02 --batches 8,16,32"),
         ("steps", "epochs", "--steps {steps}", ""),
         ("steps", "steps", "--steps {steps}", ""),
         ("units", "units", "--units {units}", ""),
@@ -61,7 +68,8 @@ def test_a_script_that_ignores_one_placeholder_is_refused(
     assert out == ""
     assert f"sonde: error: the script ignores {{{ignored}}}: with " in err
     assert (folder / "branches" / "branches.json").read_text() == "an earlier result"
-    assert "batch 16, seed 1" not in err  # nothing was trained in vain
+    assert ("at batch 32 a limit of its own seems to hold" in err) == ("32" in options)
+    assert "batch 16, seed 1" not in err  # what shows it is trained first
     # With a script that is mended, the same command trains everything anew.
     (folder / "train.py").write_text(RESUMES.replace("args.wrong", '""'))
     assert branch(script, options, wrong) == 0
@@ -77,20 +85,37 @@ def test_a_script_that_uses_all_of_them_is_trained(
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert (found["noise"], found["unverified"]) == (0.0, {})
-    names = ("batch", "lr", "seed", length, "beta1", "beta2", "eps", "weight_decay")
-    assert {f"check of {{{name}}}" for name in names} <= {line.split(":")[0] for line in err.splitlines()}
+    names = ("batch", "lr", length, "beta1", "beta2", "eps", "weight_decay")
+    assert {f"check of {{{name}}}" for name in names} <= {line.split(" by ")[0] for line in err.splitlines()}
 
 
-def test_a_script_that_is_never_the_same_cannot_be_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert branch("--lr {lr} --steps {steps}", "--lr 0.02 --json", "chance") == 0
+@pytest.mark.parametrize(
+    ("wrong", "name", "why"),
+    [
+        ("chance", "batch", "with 16 in place of 8 its losses differ as two equal runs do"),
+        ("lr+noise", "lr", SLOWED),  # the losses' own scatter hides that they are the same
+        ("later", "lr", SLOWED),
+        ("noise", "", ""),  # far less than what the rate changes
+    ],
+)
+def test_what_is_not_known_of_a_script_is_said_first(
+    wrong: str, name: str, why: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, options, status = "--lr {lr} --steps {steps} --seed {seed}", "--lr 0.02 --seeds 3", 2 if name else 0
+    assert branch(script, options, wrong) == status
+    out = capsys.readouterr().out
+    assert "Two runs of one branch are not the same bit for bit" in out or wrong == "later"
+    assert branch(script, f"{options} --json", wrong) == status
     found = json.loads(capsys.readouterr().out)
-    assert (found["noise"] or 1) > 0
+    assert (name in found["unverified"]) == bool(name)
     assert "steps" not in found["unverified"]  # it ends there
-    for name in ("batch", "lr"):
-        assert "its losses differ as two equal runs do" in found["unverified"][name]
-    said = " ".join(found["notices"])
-    assert "Whether the script uses {lr} is not known: with 0.005 its losses differ as two equal runs do." in said
-    assert "Two runs of one branch are not the same bit for bit" in said
+    assert found["words"]["critical"].startswith("If the script uses {" if name else "The critical batch size is")
+    assert out.strip().startswith(found["words"]["critical"])
+    if name:
+        assert found["unverified"][name] == why
+        assert f"Whether the script uses {{{name}}} is not known: {why}." in found["notices"]
+        assert found["words"]["advice"].startswith("See first whether the script uses what it is given")
+        assert "decision" not in found["words"]
 
 
 def logged(wrong: str, batches: str = "16,40") -> int:
@@ -114,7 +139,7 @@ def test_a_log_shows_what_losses_cannot(folder: Path, capsys: pytest.CaptureFixt
     ("wrong", "sentence"),
     [
         ("scales", "the script changes {lr}: its log has 0.06325 where {lr} is 0.01, at batch 40"),
-        ("late", "the script ignores {lr}: with 0.0025 in place of 0.01 its losses are the same, bit for bit"),
+        ("late", "the script ignores {lr}: with 1e-08 in place of 0.01 its losses are the same, bit for bit"),
         ("rounds", "the script changes {batch}: its steps have 32 units where {batch} is 40"),
     ],
 )
@@ -137,9 +162,10 @@ def test_a_script_that_shows_no_loss_is_ended(folder: Path, capsys: pytest.Captu
     assert "it showed no new loss for 300 ms (nothing that it printed matches --loss-regex" in capsys.readouterr().err
 
 
-def test_a_slow_script_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has not yet passed the end that it was given when sonde first looks."""
-    slow = RESUMES.replace("    rows = [row", "    time.sleep(0.03)\n    rows = [row")
-    (folder / "train.py").write_text(slow.replace("import argparse,", "import argparse, time,"))
-    assert branch("--steps {steps}", wrong="steps") == 2
-    assert "the script ignores {steps}: with 10 in place of 40 it should end after 80 units" in capsys.readouterr().err
+def test_a_check_that_fails_before_the_first_branch_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = RESUMES.replace("args.wrong", '""').replace("import argparse,", "import argparse, time,")
+    (folder / "train.py").write_text(f"import sys; assert sys.argv[6] != '2e-08', 'no rate'\n{late}time.sleep(1)")
+    assert branch("--lr {lr} --steps {steps}", "--lr 0.02 --jobs 8") == 2
+    said = capsys.readouterr()
+    assert "is not known: with 2e-08 in place of 0.02 the script failed: it ended with status 1: Asse" in said.out
+    assert "batch 16, seed 1: finished" in said.err

@@ -73,6 +73,14 @@ def test_without_an_answer_the_reason_is_said_once() -> None:
     assert [*scale_rows(one_seed)][1] == ("B_crit by these branches", "not known yet", "–")
 
 
+def test_what_is_not_known_of_the_script_comes_first() -> None:
+    doubt = {"lr": "why", "batch": "why"}
+    known, unknown = plausible_branches(unverified=doubt), plausible_branches(seeds=1, unverified=doubt)
+    assert headline(known).startswith("If the script uses {lr} and {batch} as given, which is not known, the critical")
+    assert headline(unknown).endswith(" not known yet, nor whether the script uses {lr} and {batch}.")
+    assert advice(known).startswith("See first whether the script uses what it is given")
+
+
 @pytest.mark.parametrize("state", ["failed", "cut off"])
 def test_a_branch_that_failed_is_to_be_repeated(state: Any) -> None:
     """Its seed is missing, and would be missing with more seeds too."""

@@ -109,12 +109,13 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
         command: the script with its arguments and placeholders.
 
     Returns:
-        The exit status: 0, or 2 where a branch has failed or the losses can show nothing.
+        The exit status: 0, or 2 where a branch has failed, the losses can show nothing, or it is not known whether the
+        script uses what it is given.
 
     Raises:
-        ValueError: for options that cannot be used; when the first branch to end has failed; for a placeholder that the
-            script ignores; and at the end, where the script's log has another unit than was given. The result is
-            written without --noise then.
+        ValueError: for options that cannot be used; when the first branch has failed; for a placeholder that the script
+            ignores; and at the end, where the script's log has another unit than was given. The result is written
+            without --noise then.
         KeyboardInterrupt: after Ctrl-C, SIGTERM and SIGHUP; branches that have ended are kept.
     """
     plan, measured = plan_of(options, command), [proxy for text in options.noise for proxy in _proxies_of(text)]
@@ -149,7 +150,8 @@ def run_branch(options: BranchOptions, command: Sequence[str]) -> int:
     else:
         print_result(found, console)
         console.print(f"\nresult  {file}\nreport  {why_none or f'{page}  (open it in a browser)'}")
-    return 0 if not found.mistake and all(branch.state == "finished" for branch in found.branches) else ERROR
+    is_whole = all(branch.state == "finished" for branch in found.branches)
+    return 0 if is_whole and not found.mistake and not found.unverified else ERROR
 
 
 def _the_unit(*named: str | None) -> str:
@@ -240,10 +242,9 @@ def _proxies_of(text: str) -> list[Proxy]:
 def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions, twins: Twins) -> Mapping[Asked, Branch]:
     """All runs in order: those that are finished, and the others after training them."""
     kept = {each: branch for each in asked if (branch := result_of(each)) and branch.state == "finished"}
-    missing = [each for each in asked if each not in kept]
-    ended: dict[Asked, Branch] = {}
-    start = plan.start
-    console = _console(stderr=True)
+    missing, ended = [each for each in asked if each not in kept], dict[Asked, Branch]()
+    start, console = plan.start, _console(stderr=True)
+    twins.check(kept)
     if kept:
         console.print(f"{len(kept)} of {len(asked)} runs are finished already.")
     bar = Progress(
@@ -271,7 +272,7 @@ def _trained(asked: Sequence[Asked], plan: Plan, options: BranchOptions, twins: 
                 n_left = len(missing) - len(ended)
                 left = duration((time.monotonic() - begun) / len(ended) * n_left)
                 console.print(f"{each.name}: {branch.state}" + (f"; about {left} left" if n_left else ""))
-                if not kept and all(branch.state != "finished" for branch in ended.values()):
+                if each == asked[0] and branch.state != "finished":
                     raise ValueError(f"{each.name} {branch.state}, so the others were not trained: {branch.message}")
                 twins.check(kept | ended)
     except KeyboardInterrupt:

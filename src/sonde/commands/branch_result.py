@@ -48,8 +48,9 @@ def print_result(found: Branches, console: Console) -> None:
 def _words(found: Branches) -> dict[str, str]:
     """What the branches show, in sentences, and what to do with the reference's batch from there on."""
     words = {"critical": headline(found), "advice": advice(found), "at_half": at_half(found)}
-    if (low := found.law_critical.low) is not None and (high := found.law_critical.high) is not None:
-        critical = Range(found.law_critical.ratio, low, high)
+    law = found.law_critical
+    if law.low is not None and law.high is not None and not found.unverified:
+        critical = Range(law.ratio, law.low, law.high)
         words["decision"] = decide(Facts(found.unit, found.reference, unresolved(""), branched=critical)).sentence
     return {name: sentence for name, sentence in words.items() if sentence}
 

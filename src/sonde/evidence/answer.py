@@ -15,10 +15,11 @@ Row = tuple[str, ...]
 
 def headline(found: Branches) -> str:
     """The critical batch size, as far as it is known."""
-    critical = found.critical
+    critical, doubt = found.critical, " and ".join(f"{{{name}}}" for name in found.unverified)
     if critical.status == "unresolved":
-        return "The critical batch size is not known yet."
-    known = f"The critical batch size is {critical.in_words} {found.unit}, at a tolerance of"
+        return f"The critical batch size is not known yet{doubt and f', nor whether the script uses {doubt}'}."
+    first = f"If the script uses {doubt} as given, which is not known, the" if doubt else "The"
+    known = f"{first} critical batch size is {critical.in_words} {found.unit}, at a tolerance of"
     return f"{known} {percent(found.tolerance)}." + (f" {capital(critical.reason)}." if critical.reason else "")
 
 
@@ -29,6 +30,8 @@ def advice(found: Branches) -> str:
         return f"Mend this first: {critical.reason}."
     is_whole = all(branch.state == "finished" for branch in found.branches)
     first = "" if is_whole else "Mend or repeat the branches that did not finish."
+    if found.unverified:
+        return first or "See first whether the script uses what it is given: if not, the table is of something else."
     if critical.low is None:
         return first or f"Run more branches. {capital(critical.reason)}."
     return (

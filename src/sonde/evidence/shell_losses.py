@@ -56,11 +56,6 @@ class LossSource:
                 r"'step 20: val loss 1.5', pass 'step (?P<step>\d+): val loss (?P<loss>\S+)'"
             )
 
-    @property
-    def content(self) -> list[str | int | None]:
-        """What losses depend on."""
-        return [self.name, self.pattern, self.first_step]
-
 
 @dataclass(frozen=True)
 class Losses:
@@ -142,22 +137,19 @@ def _printed(file: Path, source: LossSource, trained: float | None, batch: float
     return Losses(_curve(zip((place - start for place in places), losses, strict=True)), trained, counts_on=counts_on)
 
 
-def check_starts(seen: Iterable[Losses]) -> None:
-    """Check that first losses which were taken as the checkpoint's own are the same in all branches.
+def check_starts(seen: Sequence[Losses]) -> None:
+    """Check that a first loss which was taken as the checkpoint's own is that of all runs.
 
     Args:
-        seen: losses of some from one checkpoint.
+        seen: losses of runs from one checkpoint. Of the others, the first loss alone is looked at: they may have been
+            ended after it.
 
     Raises:
         ValueError: if they differ, so that printed steps are no steps since the checkpoint.
     """
-    seen = list(seen)
-    # A run that was ended early may have printed its first loss alone.
-    may_count_on = [each for each in seen if each.counts_on or len(each.curve.losses) == 1]
-    curves = [each.curve for each in may_count_on] if any(each.counts_on for each in seen) else []
-    firsts, progress = [curve.losses[0] for curve in curves], max((curve.progress for curve in curves), default=0.0)
+    firsts = [each.curve.losses[0] for each in seen if each.curve.losses]
     low, high = min(firsts, default=0.0), max(firsts, default=0.0)
-    if high - low > _SAME * max(progress, 0.0):
+    if seen[0].counts_on and high - low > _SAME * max(seen[0].curve.progress, 0.0):
         raise ValueError(
             f"the printed steps count on from the checkpoint, but the first printed losses ({number(low, 4)} to "
             f"{number(high, 4)}) differ, so they are not the checkpoint's own: pass its step as --first-step. If they "

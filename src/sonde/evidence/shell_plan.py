@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ PLACEHOLDERS = ("checkpoint", "batch", "lr", "seed", "units", "steps", "out", *A
 """Names in braces that a command may hold."""
 AGAIN, LENGTHS = "again", ("steps", "units")
 """A second run of the same command; placeholders that say when a run ends."""
-_TWINS = tuple(name for name in PLACEHOLDERS if name not in ("checkpoint", "out"))
-"""Placeholders that a script must use: each has a run of its own with another value, a twin."""
+_HARDLY = 1e-6
+"""A rate times this moves no weight that a loss shows."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")  # ${NAME} is the shell's
 
 
@@ -42,10 +42,10 @@ class Asked:
         rate: learning rate; None where the script has its own.
         command: with all placeholders filled in.
         folder: of this run, an absolute path. It differs between commands, checkpoints, units and sources of losses.
-        changed: empty for a branch. Of a second run of the first branch, `AGAIN`, or the placeholder that has another
-            value.
+        changed: empty for a branch. Of a second run of the first branch, `AGAIN`. Of a twin, which is the first branch
+            of a batch with one other value, the placeholder that has it.
         value: that it has.
-        instead_of: the first branch's value.
+        instead_of: the branch's value.
     """
 
     batch: float
@@ -62,7 +62,7 @@ class Asked:
     def name(self) -> str:
         """For people."""
         if self.changed not in ("", AGAIN):
-            return f"check of {{{self.changed}}}"
+            return f"check of {{{self.changed}}} by {self.value:.4g}"
         return f"batch {self.batch:g}, seed {self.seed}" + (", second run" if self.changed else "")
 
 
@@ -98,34 +98,34 @@ class Plan:
 
     @property
     def start(self) -> list[int]:
-        """What tells the checkpoint as it is now from another one in its place."""
-        return _state_of(self.base.get("checkpoint"))
+        """What tells the checkpoint from another one in its place: times and sizes of its files."""
+        path = None if (checkpoint := self.base.get("checkpoint")) is None else Path(checkpoint)
+        files = [] if path is None else [path, *sorted(path.rglob("*"))]
+        return [n for file in files for n in (file.stat().st_mtime_ns, file.stat().st_size)]
 
     def asked(self) -> list[Asked]:
-        """Every run: one branch of the reference, then its twins, which show what the script uses, then the others."""
-        used = used_placeholders(self.command)
-        first = (self.reference, 1, self.lengths[0] * self.units)
-        twins = [self._asked(*first, name) for name in (AGAIN, *_TWINS) if name == AGAIN or name in used]
-        batches = [self.reference, *(batch for batch in self.batches if batch != self.reference)]
-        one, *others = (
-            self._asked(batch, seed, part * self.units)
-            for batch in batches
-            for seed in range(1, self.n_seeds + 1)
-            for part in self.lengths
-        )
-        return [one, *twins, *others]
+        """Every run. After the first branch of a batch come its twins, which show what the script uses there.
 
-    def _asked(self, batch: float, seed: int, units: float, changed: str = "") -> Asked:
+        The first batch is the reference. The largest one follows, at which a limit in the script would show.
+        """
+        runs = list[Asked]()
+        for batch in dict.fromkeys((self.reference, self.batches[-1], *self.batches)):
+            sizes = [(seed, part * self.units) for seed in range(1, self.n_seeds + 1) for part in self.lengths]
+            one, *others = (self._asked(batch, *size) for size in sizes)
+            twins = (self._asked(batch, *sizes[0], *change) for change in self._changes(batch, sizes[0][1]))
+            runs += [one, *twins, *others]
+        return runs
+
+    def _asked(self, batch: float, seed: int, units: float, changed: str = "", value: float | None = None) -> Asked:
         values = self._values(batch, units) | {"seed": seed}
-        before, value = values.get(changed), self._other(changed, values)
+        before = values.get(changed)
         if value is not None:
             values[changed] = value
-        digits = {name: each if isinstance(each, str) else _digits(each) for name, each in values.items()}
-        command = [_filled(word, digits) for word in self.command]
-        content = json.dumps([command, units, self.source.content, self.start])
+        command = fill(self.command, values)
+        content = json.dumps([command, units, astuple(self.source), self.start])
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
         folder = self.out.absolute() / f"batch-{_digits(batch)}-seed-{seed}{changed and f'-{changed}'}-{digest}"
-        words = tuple(_filled(word, {"out": str(folder)}) for word in command)
+        words = fill(command, {"out": folder})
         if changed in LENGTHS:
             units = values["steps"] * batch if changed == "steps" else values["units"]
         if changed == "batch":  # in as many steps
@@ -133,24 +133,31 @@ class Plan:
         rate = values["lr"] if self.rates else None
         return Asked(values["batch"], values["seed"], units, rate, words, folder, changed, value, before)
 
-    def _other(self, name: str, values: Mapping[str, Any]) -> float | None:
-        """Another value of a placeholder, so far away that no script which uses it has the same losses."""
-        now = values.get(name)
-        if now is None:
-            return None
-        quarter = now / 4
-        others: dict[str, float] = {
-            "batch": min(batch for batch in self.batches if batch != self.reference),
-            "seed": self.n_seeds + 1,
-            "lr": quarter,
-            "beta1": now / 2 or 0.5,
-            "beta2": now / 2 or 0.5,
-            "eps": now + 1,  # far above what an average of squared gradients comes to
-            "weight_decay": now + 0.1 / values.get("lr", 0.01),  # a tenth of the weights with each step
-            "units": quarter,
-            "steps": math.ceil(quarter),
-        }
-        return others[name]
+    def _changes(self, batch: float, units: float) -> list[tuple[str, float | None]]:
+        """Other values of placeholders, so far away that no script which uses them has the same losses.
+
+        Those at the reference show whether the script uses a placeholder at all. Those at the largest batch show
+        whether it uses it so far up: where the script has a limit, values beyond it are the same.
+        """
+        now = dict.fromkeys(PLACEHOLDERS, 0.0) | {"lr": 0.01} | self._values(batch, units)
+        half, others = self.batches[-1] / 2, list[tuple[str, float | None]]()
+        if batch == self.reference:
+            others += [
+                (AGAIN, None),
+                ("batch", min(each for each in self.batches if each != batch)),
+                ("lr", _HARDLY * now["lr"]),
+                ("units", units / 4),
+                ("steps", math.ceil(now["steps"] / 4)),
+                ("beta1", now["beta1"] / 2 or 0.5),
+                ("beta2", now["beta2"] / 2 or 0.5),
+                ("eps", now["eps"] + 1),  # far above what an average of squared gradients comes to
+                ("weight_decay", now["weight_decay"] + 0.1 / now["lr"]),  # a tenth of the weights with each step
+            ]
+        if batch == self.batches[-1]:  # half of it, where the script can take that as it takes the smallest
+            below = max(self.batches[-2], half if half % self.batches[0] == 0 else 0.0)
+            others += [("lr", 2 * now["lr"]), *([("batch", below)] if below != self.reference else [])]
+        used = {AGAIN, *used_placeholders(self.command)}
+        return [change for change in dict.fromkeys(others) if change[0] in used]
 
     def _values(self, batch: float, units: float) -> dict[str, Any]:
         """Values of placeholders, but for the seed and the folder."""
@@ -171,21 +178,38 @@ def used_placeholders(command: Sequence[str]) -> set[str]:
     return {name for word in command for name in _PLACEHOLDER.findall(word)}
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word)
+def fill(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
+    """A command with values for its placeholders. Placeholders without a value stay.
+
+    Example:
+        >>> fill(["--batch={batch}", "${HOME}", "{out}"], {"batch": 2.0**20, "HOME": 1})
+        ('--batch=1048576', '${HOME}', '{out}')
+    """
+    words = {name: _digits(each) if isinstance(each, int | float) else str(each) for name, each in values.items()}
+    return tuple(_PLACEHOLDER.sub(lambda found: words.get(found[1], found[0]), word) for word in command)
+
+
+def check_names(command: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse a placeholder that nothing is known to fill in.
+
+    Args:
+        command: with placeholders.
+        known: names that have values.
+
+    Raises:
+        ValueError: with the placeholder and what to do.
+    """
+    if unknown := sorted(used_placeholders(command) - set(known)):
+        names = ", ".join(f"{{{name}}}" for name in known)
+        raise ValueError(
+            f"the command has the placeholder {{{unknown[0]}}}, which is none of {names}: give the script a value there"
+        )
 
 
 def _digits(value: float) -> str:
     """A number as scripts can read it: a whole one without an exponent, of however many digits."""
     whole = round(value)
     return str(whole) if math.isclose(value, whole, rel_tol=1e-9) else f"{value:.10g}"
-
-
-def _state_of(checkpoint: str | None) -> list[int]:
-    """What tells a checkpoint from another one in its place: times and sizes of its files."""
-    path = Path(checkpoint or "")
-    files = [] if checkpoint is None else [path, *sorted(path.rglob("*"))]
-    return [n for file in files for n in (file.stat().st_mtime_ns, file.stat().st_size)]
 
 
 def rates_of(
@@ -243,10 +267,8 @@ def check_command(command: Sequence[str], base: Mapping[str, Any], rule: str | N
     Raises:
         ValueError: with the placeholder and what to do.
     """
+    check_names(command, PLACEHOLDERS)
     used = used_placeholders(command)
-    if unknown := sorted(used - set(PLACEHOLDERS)):
-        known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-        raise ValueError(f"the command has the placeholder {{{unknown[0]}}}, which is none of {known}: rename it")
     for name in ("batch", "seed") if n_seeds > 1 else ("batch",):
         if name not in used:
             raise ValueError(f"the command has no {{{name}}}: write it where the script takes it, --{name} {{{name}}}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 from sonde.evidence.branches import Branch, State
 from sonde.evidence.shell_losses import STATUS, STDERR, STDOUT, Losses, LossSource, read_losses
-from sonde.evidence.shell_plan import Asked
+from sonde.evidence.shell_plan import Asked, fill
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.log.sinks import BRANCH_FOLDER, BRANCH_LOSS
 from sonde.log.values import filled
@@ -66,8 +65,7 @@ def collect(asked: Asked, source: LossSource, *, is_done: bool = False, silent: 
             "failed",
             f"it showed no new loss for {duration(silent)} ({why}): evaluate more often, or pass --patience",
         )
-    n = bisect.bisect_left(losses.curve.units, units * _ALMOST) + 1  # how far a script has run on is chance
-    curve = Curve(losses.curve.units[:n], losses.curve.losses[:n])
+    curve = whole(losses.curve, units) or losses.curve
     branch = Branch(asked.batch, asked.seed, asked.rate, curve, state, message)
     unfinished = asked.folder / f".{_RESULT}"
     unfinished.write_text(json.dumps(as_json(branch)))
@@ -85,7 +83,7 @@ def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[St
     """How a branch has ended, and what to do about it."""
     points = (0.0, *losses.curve.units)
     next_point = points[-1] + max((b - a for a, b in itertools.pairwise(points)), default=0.0)
-    if has_trained_enough(losses, units) or (status == "0" and next_point > units):
+    if whole(losses.curve, units) or (status == "0" and next_point > units):
         return "finished", ""
     if status != "0":
         said = next((s for name in (STDERR, STDOUT, _LAUNCHER) if (s := _last_line(folder / name))), "without a word")
@@ -98,10 +96,14 @@ def _judged(losses: Losses, units: float, status: str, folder: Path) -> tuple[St
     return "cut off", f"it ended by itself after {count(points[-1])} of {count(units)} units: {remedy}"
 
 
-def has_trained_enough(losses: Losses, units: float) -> bool:
-    """Whether a branch has reached its units, or a loss that is not finite."""
-    curve = losses.curve
-    return bool(curve.units) and (curve.units[-1] >= units * _ALMOST or not math.isfinite(curve.losses[-1]))
+def whole(curve: Curve, units: float) -> Curve | None:
+    """A branch's curve until its units or a loss that is not finite; None if it has reached neither yet.
+
+    How far a script runs on before it is ended is chance.
+    """
+    points = enumerate(zip(curve.units, curve.losses, strict=True), 1)
+    n = next((n for n, (at, loss) in points if at >= units * _ALMOST or not math.isfinite(loss)), None)
+    return None if n is None else Curve(curve.units[:n], curve.losses[:n])
 
 
 def _last_line(file: Path) -> str:
@@ -163,8 +165,7 @@ def launch_words(launcher: str, asked: Asked) -> list[str]:
     """
     own, words = ["sh", str(asked.folder / _SCRIPT)], list[str]()
     for word in shlex.split(launcher):  # first, since a folder's name may hold spaces
-        filled = word.replace("{command}", shlex.join(own)).replace("{out}", str(asked.folder))
-        words += own if word == "{command}" else [filled]
+        words += own if word == "{command}" else fill([word], {"command": shlex.join(own), "out": asked.folder})
     return words
 
 
@@ -202,6 +203,7 @@ def train(
                 running[_started(each, launcher)] = each
             with contextlib.suppress(subprocess.TimeoutExpired):
                 next(iter(running)).wait(_SECONDS_BETWEEN_LOOKS)
+            over = {process for process in running if process.poll() is not None}  # before the last lines are read
             seen = {process: read_losses(each.folder, each.batch, source) for process, each in running.items()}
             on_progress(sum(losses.curve.units[-1] for losses in seen.values() if losses.curve.units))
             done, silent = list[Asked](), list[Asked]()
@@ -210,10 +212,12 @@ def train(
                     heard[each] = n, time.monotonic()
                 if is_done(each, seen[process]):
                     done.append(each)
-                elif time.monotonic() - heard[each][1] > patience:
+                elif process not in over and time.monotonic() - heard[each][1] > patience:
                     silent.append(each)
             end_processes([process for process, each in running.items() if each in (*done, *silent)])
-            for process in [process for process in running if process.poll() is not None]:
+            for process in [
+                process for process, each in running.items() if process in over or each in (*done, *silent)
+            ]:
                 process.communicate(_ENDED)
                 each = running.pop(process)
                 yield each, collect(each, source, is_done=each in done, silent=patience if each in silent else None)

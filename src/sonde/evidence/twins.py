@@ -4,17 +4,22 @@ Two witnesses: held-out losses, and the header of the script's own log, which li
 Losses that are equal bit for bit show that a placeholder is ignored. Where two runs of the same command differ, losses
 can only show that a placeholder is used: by differing far more than these two. The log is asked where losses cannot
 tell, and no earlier: sonde may have been attached before the script loaded its checkpoint, which replaces settings.
+
+Whatever is found of a twin is found from its first losses, beside whole curves of the other runs: how many losses it
+had shown when it was looked at, or ended, changes nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from sonde.evidence.branches import Branch
 from sonde.evidence.shell_losses import Losses, LossSource, check_starts, read_losses
 from sonde.evidence.shell_plan import AGAIN, LENGTHS, Asked
-from sonde.evidence.shell_run import forget, has_trained_enough
+from sonde.evidence.shell_run import forget, whole
 from sonde.evidence.stats.loss_curves import log_units_ratio
 from sonde.wording import count, number
 
@@ -23,6 +28,9 @@ _NOISE = 100.0
 _ENOUGH = 4
 """Different losses, equal in a run and its twin, that show without its end that a placeholder is ignored. Printed
 losses may be so short that the first few are equal by rounding."""
+_SLOW = 0.5
+"""A run at hardly any rate whose loss falls by this part of its branch's learns at another rate. It is compared where
+the branch's loss has come down by this part of its way."""
 _OTHER_BATCH, _OTHER_RATE = 0.05, 0.01
 """Parts by which a batch and a rate in a log may differ from the table's. A last batch of an epoch is shorter."""
 _SET_AFTER = "have it set the value after it has loaded the checkpoint, whose optimizer and scheduler bring their own"
@@ -34,7 +42,9 @@ _REMEDIES = {
 
 
 class Twins:
-    """The first branch of a plan, its second run, and its runs with another value of one placeholder.
+    """The runs of a plan that show what its script uses: a twin, the branch that it is a twin of, and a second run.
+
+    A second seed of the reference is a twin of the first.
 
     Args:
         asked: all runs of the plan.
@@ -43,19 +53,24 @@ class Twins:
 
     def __init__(self, asked: Sequence[Asked], source: LossSource) -> None:
         self._first, self._again, *_ = asked
-        self._twins = [each for each in asked if each.changed not in ("", AGAIN)]
         self._source, self._seen = source, dict[Asked, Losses]()
+        branches = [each for each in asked if not each.changed]
+        first_of = {each.batch: each for each in reversed(branches)}
+        self._branch_of = {
+            each: first_of[(each.instead_of or 0.0) if each.changed == "batch" else each.batch]
+            for each in asked
+            if each.changed not in ("", AGAIN)
+        }
+        seeds = [each for each in branches if each.batch == self._first.batch and each.seed == 2]
+        self._branch_of |= dict.fromkeys(seeds[:1], self._first)
 
     def is_done(self, asked: Asked, seen: Losses) -> bool:
         """Whether a run that goes on has shown all that it is for."""
-        if asked not in self._twins:
-            return has_trained_enough(seen, asked.units)
-        first, again = self._losses(self._first), self._losses(self._again)
-        if _is_used(asked, seen, first, again, has_ended=False) is not None:
-            return True
-        shared = first.curve.losses[: min(len(each.curve.losses) for each in (first, again, seen))]
-        is_noisy = len(set(shared)) >= _ENOUGH  # otherwise these would have been equal
-        return asked.changed not in LENGTHS and (is_noisy or has_trained_enough(seen, asked.units))
+        if asked.changed and self._is_comparable(asked):
+            is_slow = _is_slowed(asked) and len(self._pairs(asked, seen)) == self._n_beside(asked)
+            if is_slow or self._is_used(asked, seen, has_ended=False) is not None:
+                return True
+        return asked.changed not in LENGTHS and whole(seen.curve, asked.units) is not None
 
     def check(self, ended: Mapping[Asked, Branch]) -> dict[str, str]:
         """Compare runs that have ended with what they were given.
@@ -70,37 +85,72 @@ class Twins:
             ValueError: for a placeholder that the script ignores, and a value that it changes.
         """
         for each in ended:
-            self._seen.setdefault(each, self._losses(each))
+            if each not in self._seen:
+                losses = read_losses(each.folder, each.batch, self._source)
+                curve = None if each.changed in LENGTHS else whole(losses.curve, each.units)
+                self._seen[each] = replace(losses, curve=curve or losses.curve)
         self._check_batches(ended)
         try:
-            check_starts(self._seen[each] for each in ended)
-            self._check_rates(ended)
-            return self._check_twins(ended)
+            if self._first in ended:
+                check_starts([self._seen[each] for each in (self._first, *ended)])
+                self._check_rates(ended)
+            return self._unknown(ended)
         except ValueError:
             forget(ended)
             raise
 
-    def _losses(self, asked: Asked) -> Losses:
-        return self._seen.get(asked) or read_losses(asked.folder, asked.batch, self._source)
+    def _is_comparable(self, twin: Asked) -> bool:
+        return twin in self._branch_of and self._seen.keys() >= {self._first, self._again, self._branch_of[twin]}
 
-    def _check_twins(self, ended: Mapping[Asked, Branch]) -> dict[str, str]:
-        if self._first not in ended or self._again not in ended:
-            return {}
-        first, again, unknown = self._losses(self._first), self._losses(self._again), dict[str, str]()
-        for twin in self._twins:
-            if twin in ended:
-                seen, has_ended = self._losses(twin), ended[twin].state != "failed"
-                is_used = _is_used(twin, seen, first, again, has_ended=has_ended)
+    def _n_beside(self, twin: Asked) -> int:
+        """Losses of its branch that count: all, or those until they have come down by a part, at hardly any rate."""
+        of = self._seen[self._branch_of[twin]].curve.losses
+        down = (n for n, loss in enumerate(of, 1) if of[0] - loss >= _SLOW * (of[0] - of[-1]) > 0)
+        return next(down, len(of)) if _is_slowed(twin) else len(of)
+
+    def _pairs(self, twin: Asked, seen: Losses) -> list[tuple[float, float]]:
+        """Losses of a twin and its branch after as many steps: a script may evaluate more often at another batch."""
+        of = self._branch_of[twin]
+        at = dict([*_by_steps(of, self._seen[of])][: self._n_beside(twin)])
+        return [(loss, at[step]) for step, loss in _by_steps(twin, seen) if step in at]
+
+    def _unknown(self, ended: Mapping[Asked, Branch]) -> dict[str, str]:
+        unknown = dict[str, str]()
+        for twin, of in self._branch_of.items():
+            if twin in ended and self._is_comparable(twin):
+                has_ended = "failed" not in (ended[twin].state, ended[of].state)
+                is_used = self._is_used(twin, self._seen[twin], has_ended=has_ended)
                 if is_used is False:
-                    raise ValueError(_ignored(twin, seen))
-                if is_used is None:
-                    unknown[twin.changed] = _why_unknown(twin, ended[twin], seen)
+                    raise ValueError(self._ignored(twin))
+                if is_used is None and ended[of].state != "failed":
+                    unknown.setdefault(twin.changed or "seed", self._why_unknown(twin, ended))
         return unknown
 
-    def _check_batches(self, ended: Iterable[Asked]) -> None:
-        """Refuse a batch that the script rounds, by its log."""
+    def _is_used(self, twin: Asked, seen: Losses, *, has_ended: bool) -> bool | None:
+        """Whether a script uses the value that its twin has; None where that is not known, or not yet."""
+        pairs, two_runs = (
+            self._pairs(twin, seen),
+            (self._seen[each].curve.losses for each in (self._again, self._first)),
+        )
+        noise = [*map(_gap, *two_runs)]
+        if twin.changed in LENGTHS:
+            # A script that is told when to end does so, or has its rate fall until there, and sonde ends it.
+            if seen.curve.units[-1:] <= (twin.units + twin.batch,):
+                return has_ended or None
+            n = len(seen.curve.until(twin.units).losses)
+            return bool(_are_others(pairs[: max(n - 1, 0)], noise, has_ended=True))
+        are_others = _are_others(pairs, noise, has_ended=has_ended)
+        is_early = len(pairs) < self._n_beside(twin) and not has_ended
+        if are_others is not False and _is_slowed(twin) and (is_early or _learns(pairs)):
+            return None
+        logged = [seen.trained_batch or 0.0] if twin.changed == "batch" else seen.settings.get(twin.changed, ())
+        is_logged = any(math.isclose(value, twin.value or 0.0, rel_tol=1e-6) for value in logged)
+        return True if are_others is None and has_ended and is_logged else are_others
+
+    def _check_batches(self, ended: Mapping[Asked, Branch]) -> None:
+        """Refuse a batch that the script rounds, by its log. A twin may end after a batch that is shorter."""
         for each in ended:
-            trained = self._losses(each).trained_batch
+            trained = None if each.changed else self._seen[each].trained_batch
             if trained and not math.isclose(trained, each.batch, rel_tol=_OTHER_BATCH):
                 raise ValueError(
                     f"the script changes {{batch}}: its steps have {number(trained, 4)} units where {{batch}} is "
@@ -108,11 +158,11 @@ class Twins:
                     "log"
                 )
 
-    def _check_rates(self, ended: Iterable[Asked]) -> None:
+    def _check_rates(self, ended: Mapping[Asked, Branch]) -> None:
         """Refuse a rate that the script scales once more, by its log."""
-        of_first = self._losses(self._first).settings.get("lr", ())
+        of_first = self._seen[self._first].settings.get("lr", ())
         for each in ended:
-            rates = self._losses(each).settings.get("lr", ())
+            rates = self._seen[each].settings.get("lr", ())
             if not (rates and of_first and each.rate and self._first.rate) or rates[0] == of_first[0]:
                 continue  # a log has the rate that a scheduler starts from, which may be that of the checkpoint
             if not math.isclose(rates[0] / each.rate, of_first[0] / self._first.rate, rel_tol=_OTHER_RATE):
@@ -122,62 +172,71 @@ class Twins:
                     "its batch"
                 )
 
+    def _ignored(self, twin: Asked) -> str:
+        name, of = twin.changed or "seed", self._branch_of[twin]
+        remedy = _REMEDIES.get(name, _SET_AFTER)
+        said = f"its losses are the same, bit for bit ({twin.folder})"
+        if name in LENGTHS:
+            beyond = next(units for units in self._seen[twin].curve.units if units > twin.units + twin.batch)
+            said = f"it should end after {count(twin.units)} units, and trains on for {count(beyond)} or more"
+        if of.batch != self._first.batch:
+            remedy = f"at batch {of.batch:g} a limit of its own seems to hold, so have it use the value as it is"
+        leave = "" if name in ("batch", "seed") else f", or leave {{{name}}} out"
+        return f"the script ignores {{{name}}}: {_change(twin)} {said}: {remedy}{leave}"
 
-def _is_used(twin: Asked, seen: Losses, first: Losses, again: Losses, *, has_ended: bool) -> bool | None:
-    """Whether a script uses the value that its twin has; None where that is not known, or not yet."""
-    losses, of_first, of_again = (each.curve.losses for each in (seen, first, again))
-    if twin.changed not in LENGTHS:
-        are_others = _are_others(losses, of_first, of_again, has_ended=has_ended)
-        logged = [seen.trained_batch or 0.0] if twin.changed == "batch" else seen.settings.get(twin.changed, ())
-        is_logged = any(math.isclose(value, twin.value or 0.0, rel_tol=1e-6) for value in logged)
-        return True if are_others is None and has_ended and is_logged else are_others
-    # A script that is told when to end does so, or has its rate fall until there, and sonde ends it.
-    until = seen.curve.until(twin.units)
-    if seen.curve.units[-1:] <= (twin.units + twin.batch,):
-        return has_ended or None
-    return bool(_are_others(until.losses[:-1], of_first, of_again, has_ended=True))
+    def _why_unknown(self, twin: Asked, ended: Mapping[Asked, Branch]) -> str:
+        """Why a twin shows nothing."""
+        pairs, said = self._pairs(twin, self._seen[twin]), "its losses differ as two equal runs do"
+        if ended[twin].state == "failed":
+            said = f"the script failed: {ended[twin].message}"
+        elif len(pairs) < 2:
+            said = f"it shows {len(pairs)} losses after as many steps: evaluate more often"
+        elif _is_slowed(twin) and _learns(pairs):
+            said = "its loss falls nearly as far, as if another rate held, at least after the first steps"
+        return f"{_change(twin)} {said}"
 
 
-def _are_others(
-    losses: Sequence[float], first: Sequence[float], again: Sequence[float], *, has_ended: bool
-) -> bool | None:
-    """Whether losses differ from the first run's, by more than those of its second run do."""
-    noise = 0.0
-    for loss, of_first, of_again in zip(losses, first, again, strict=False):
-        noise = max(noise, _gap(of_again, of_first))
-        if _gap(loss, of_first) > _NOISE * noise:
+def _change(twin: Asked) -> str:
+    value, of = (twin.value, twin.instead_of) if twin.changed else (twin.seed, 1)
+    return f"with {value:.4g} in place of {of:.4g}"
+
+
+def _is_slowed(twin: Asked) -> bool:
+    """Whether a twin has hardly any rate."""
+    return twin.changed == "lr" and (twin.value or 0.0) < (twin.instead_of or 0.0)
+
+
+def _by_steps(asked: Asked, seen: Losses) -> Iterator[tuple[int, float]]:
+    per_step = seen.trained_batch or asked.batch
+    return ((round(units / per_step), loss) for units, loss in zip(seen.curve.units, seen.curve.losses, strict=True))
+
+
+def _learns(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether losses at hardly any rate fall nearly as far as those of the branch."""
+    falls = [first - last for first, last in zip(pairs[0], pairs[-1], strict=True)] if pairs else [0.0, 0.0]
+    return falls[0] >= _SLOW * falls[1] > 0
+
+
+def _are_others(pairs: Sequence[tuple[float, float]], noise: Sequence[float], *, has_ended: bool) -> bool | None:
+    """Whether losses differ from those of a branch, by more than two equal runs do: `noise`, loss by loss.
+
+    Where these differ at all, they are taken to differ from the start. Their first losses may be equal by rounding.
+    """
+    so_far, different = min(filter(None, noise), default=0.0), set[float]()
+    for (loss, of), now in zip(pairs, itertools.chain(noise, itertools.repeat(0.0)), strict=False):
+        so_far = max(so_far, now)
+        if _gap(loss, of) > _NOISE * so_far:
             return True
-    n_different = len(set(first[: min(len(losses), len(again))]))
-    is_shown = n_different >= _ENOUGH or (has_ended and n_different > 1)
-    return False if is_shown and not noise else None
+        different |= {of} if math.isfinite(of) else set()
+        if not so_far and len(different) >= _ENOUGH:
+            return False
+    return False if has_ended and not so_far and len(different) > 1 else None
 
 
 def _gap(loss: float, other: float) -> float:
     if loss == other or (math.isnan(loss) and math.isnan(other)):
         return 0.0
     return abs(loss - other) if math.isfinite(loss - other) else math.inf
-
-
-def _ignored(twin: Asked, seen: Losses) -> str:
-    name = twin.changed
-    said = f"the script ignores {{{name}}}: with {twin.value:.4g} in place of {twin.instead_of:.4g} "
-    if name in LENGTHS:
-        said += (
-            f"it should end after {count(twin.units)} units, and trains on for {count(seen.curve.units[-1])} or more"
-        )
-    else:
-        said += f"its losses are the same, bit for bit ({twin.folder})"
-    leave = "" if name in ("batch", "seed") else f", or leave {{{name}}} out"
-    return f"{said}: {_REMEDIES.get(name, _SET_AFTER)}{leave}"
-
-
-def _why_unknown(twin: Asked, branch: Branch, seen: Losses) -> str:
-    """Why a twin shows nothing."""
-    if branch.state == "failed":
-        return f"with {twin.value:.4g} the script failed: {branch.message}"
-    if len(seen.curve.losses) < 2:
-        return f"with {twin.value:.4g} it shows {len(seen.curve.losses)} losses: evaluate more often"
-    return f"with {twin.value:.4g} its losses differ as two equal runs do"
 
 
 def noise_of(first: Branch, again: Branch) -> float | None:
