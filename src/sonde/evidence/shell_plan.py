@@ -145,6 +145,7 @@ class Plan:
             others += [
                 (AGAIN, None),
                 ("batch", min(each for each in self.batches if each != batch)),
+                *([("seed", 2)] if self.n_seeds == 1 else []),  # otherwise the second seed's branch shows it
                 ("lr", _HARDLY * now["lr"]),
                 ("units", units / 4),
                 ("steps", math.ceil(now["steps"] / 4)),
