@@ -128,11 +128,8 @@ class Twins:
 
     def _is_used(self, twin: Asked, seen: Losses, *, has_ended: bool) -> bool | None:
         """Whether a script uses the value that its twin has; None where that is not known, or not yet."""
-        pairs, two_runs = (
-            self._pairs(twin, seen),
-            (self._seen[each].curve.losses for each in (self._again, self._first)),
-        )
-        noise = [*map(_gap, *two_runs)]
+        pairs = self._pairs(twin, seen)
+        noise = [*map(_gap, self._seen[self._again].curve.losses, self._seen[self._first].curve.losses)]
         if twin.changed in LENGTHS:
             # A script that is told when to end does so, or has its rate fall until there, and sonde ends it.
             if seen.curve.units[-1:] <= (twin.units + twin.batch,):
