@@ -23,9 +23,16 @@ try:
 except ImportError:  # Windows has no flock
     fcntl = None  # type: ignore[assignment]
 
+RECORDS_NAME = "records.jsonl"
+"""Name of the log in a run's folder."""
+TRIAL = "SONDE_TRIAL"
+"""Environment variable of a script that `sonde advise --try` has started: the file for the times of its steps."""
+BRANCH_FOLDER, BRANCH_LOSS = "SONDE_BRANCH", "SONDE_BRANCH_LOSS"
+"""Environment variables of a script that `sonde branch` has started: the branch's folder, and the name of its loss."""
 SECONDS_TO_WAIT = 3.0
 """How long to wait for another writer: a process may still be ending when its successor starts."""
 
+_ADVICE = "nothing was written; log to another folder"
 _CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of file systems without locks."""
 
@@ -149,16 +156,6 @@ def _last_line_is_torn(path: Path) -> bool:
             return False
         file.seek(-1, 2)
         return file.read(1) != b"\n"
-
-
-RECORDS_NAME = "records.jsonl"
-"""Name of the log in a run's folder."""
-TRIAL = "SONDE_TRIAL"
-"""Environment variable of a script that `sonde advise --try` has started: the file for the times of its steps."""
-BRANCH_FOLDER, BRANCH_LOSS = "SONDE_BRANCH", "SONDE_BRANCH_LOSS"
-"""Environment variables of a script that `sonde branch` has started: the branch's folder, and the name of its loss."""
-
-_ADVICE = "nothing was written; log to another folder"
 
 
 class JsonlSink:
