@@ -48,7 +48,7 @@ class AdviseOptions:
         trainer: The trainer, such as transformers or Megatron.
         try_: Time the steps of the script after the two dashes at some sizes of {batch}, or {micro_batch}: sonde advise
             RUN --try -- python train.py --batch {batch}. It takes a minute or two. What was measured is kept with the
-            log.
+            log. The script may overwrite its own checkpoints: to keep them, have it save to {out}, a temporary folder.
         json: Print JSON.
     """
 

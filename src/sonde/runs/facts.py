@@ -73,15 +73,15 @@ def _tried(run: Run) -> TimeCurve | None:
     """The time curve that `sonde advise --try` has left beside the log; None without one.
 
     Raises:
-        ValueError: for a file that is damaged.
+        ValueError: for a file that is damaged, or of another version.
     """
     file = run.path.parent / TRIAL_NAME
     if not file.exists():
         return None
     try:
         return curve_of_json(json.loads(file.read_text()))
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not a trial of this version ({error}): remove it, and try again") from None
+    except ValueError:  # of its text or its values
+        raise ValueError(f"{file} is damaged, or of another version: remove it, and start the trial again") from None
 
 
 def _batches(segment: Sequence[Reading]) -> Iterator[tuple[float, Reading]]:

@@ -23,48 +23,50 @@ from torch.utils._pytree import tree_leaves
 
 from sonde.log.sinks import TRIAL
 
-_FIRST_STEPS = 3
-"""Steps whose data are counted. They allocate and compile, so their times are not used."""
-
 
 class StepTimes:
     """Writes a line for each step: seconds, seconds of the update, backwards, elements of data, ranks, peak of memory.
 
-    Args:
-        path: of the file.
+    `is_even` says whether each optimizer of the script has stepped once in this step.
+    The environment tells the path of the file, to which the rank is added.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._pid = path, os.getpid()
+    def __init__(self) -> None:
+        self._path, self._pid = os.environ[TRIAL], os.getpid()  # the script may clear its environment
         self._file: TextIO | None = None
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         """The optimizer whose steps are counted: the first that steps. Others may step beside it."""
-        self._n_steps = self._n_backwards = self._n_elements = self._depth = 0
+        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()
+        self._n_updates = self._n_backwards = self._n_elements = 0
         self._begun: float | None = None
         self._update = self._update_begun = 0.0
-        self._is_updating = self._has_closure = False
-        backward = torch.autograd.backward
+        self._is_updating = self._has_closure = self._is_in_module = False
+        backward, call = torch.autograd.backward, nn.Module.__call__
 
         def counted(*args: Any, **kwargs: Any) -> None:
             self._n_backwards += 1
             self._has_closure |= self._is_updating  # a closure's backward is no part of the update
             backward(*args, **kwargs)
 
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Asked first: compiled code must depend on nothing that is counted here, or it is compiled again and again.
+            if torch.compiler.is_compiling() or self._is_in_module or not torch.is_grad_enabled():
+                return call(module, *args, **kwargs)
+            # What an outermost module is called with is in proportion to the batch.
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._n_elements += sum(leaf.numel() for leaf in given if not isinstance(leaf, nn.Parameter))
+            self._is_in_module = True
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._is_in_module = False
+
+        # torch.compile leaves this function alone only where it takes it for a part of torch, as it does `call`.
+        called.__code__ = called.__code__.replace(co_filename=nn.modules.module.__file__)
         torch.autograd.backward = counted
+        nn.Module.__call__ = called  # type: ignore[method-assign]
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
-        pre = nn.modules.module.register_module_forward_pre_hook(self._before_call)
-        post = nn.modules.module.register_module_forward_hook(self._after_call, with_kwargs=True, always_call=True)
-        self._of_calls = [pre, post]
-
-    def _before_call(self, *_: object) -> None:
-        self._depth += 1
-
-    def _after_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Count the elements of what the outermost modules are called with: they are in proportion to the batch."""
-        self._depth -= 1
-        if self._depth == 0 and torch.is_grad_enabled():
-            self._n_elements += sum(leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if os.getpid() != self._pid:
@@ -73,6 +75,8 @@ class StepTimes:
         self._leader = self._leader or weakref.ref(optimizer)
         if self._leader() is optimizer:
             self._step_ended(now)
+        self._optimizers.add(optimizer)
+        self._n_updates += 1
         self._is_updating, self._update_begun = True, now
 
     def _after_update(self, *_: object) -> None:
@@ -81,39 +85,29 @@ class StepTimes:
 
     def _step_ended(self, now: float) -> None:
         if self._begun is not None:
-            self._n_steps += 1
-            self._write(
-                seconds=now - self._begun,
-                update=None if self._has_closure else self._update,
-                backwards=self._n_backwards,
-                elements=self._n_elements if self._of_calls else None,
-                ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-                memory=self._memory(),
-            )
-            if self._n_steps == _FIRST_STEPS:
-                for handle in self._of_calls:
-                    handle.remove()
-                self._of_calls = []
-        self._begun, self._update, self._n_backwards, self._n_elements = now, 0.0, 0, 0
-
-    def _write(self, **step: float | None) -> None:
-        if self._file is None:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            self._file = Path(f"{self._path}.{rank}").open("w", buffering=1)  # noqa: SIM115
-        self._file.write(json.dumps(step) + "\n")
+            has_ranks = dist.is_available() and dist.is_initialized()
+            rank, ranks = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
+            self._file = self._file or Path(f"{self._path}.{rank}").open("w", buffering=1)  # noqa: SIM115
+            step = {
+                "seconds": now - self._begun,
+                "backwards": self._n_backwards,
+                "elements": self._n_elements,
+                "is_even": self._n_updates == len(self._optimizers),
+                "ranks": ranks,
+                "memory": self._memory(),
+            }
+            if not self._has_closure:
+                step["update"] = self._update
+            self._file.write(json.dumps(step) + "\n")
+        self._begun, self._update, self._n_updates, self._n_backwards, self._n_elements = now, 0.0, 0, 0, 0
 
     def _now(self) -> float:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def _memory(self) -> float:
         """Most bytes so far, of the device or of the process."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             return float(torch.cuda.max_memory_allocated())
         return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
-
-
-def watch() -> None:
-    """Time the steps of this process."""
-    StepTimes(Path(os.environ[TRIAL]))

@@ -23,17 +23,20 @@ from sonde.commands.run import ON_START, arguments_of
 from sonde.decision.facts import Facts
 from sonde.decision.law import Range
 from sonde.decision.time_curve import TimeCurve, Timing
-from sonde.evidence.shell_plan import used_placeholders
+from sonde.evidence.shell_plan import check_names, fill, used_placeholders
 from sonde.log.sinks import BRANCH_FOLDER, TRIAL
 from sonde.wording import duration, number, plural
 
 PLACEHOLDERS = ("batch", "micro_batch", "accumulation", "out")
 _APART, _MOST_SIZES = 4, 5
 """Sizes are a factor of 4 apart."""
-_WARM, _LEAST = 3, 2
+_WARM, _LEAST = 3, 3
 """First steps of a try that are not timed, and how many more a slow script must take."""
-_PROPORTIONAL = 1.6
-"""A step's data may be so many times more, or less, than its batch says: sequences are padded to different lengths."""
+_WHOLE, _EVEN = 0.4, 0.75
+"""Parts of the steps: so many take in equally much where data are not padded, and see each optimizer step once."""
+_PROPORTIONAL, _ROUNDED = 1.6, 1.1
+"""A step's data may be so many times more, or less, than its batch says: sequences are padded to different lengths, or
+a batch is cut into whole micro-batches."""
 _FALLS = 0.75
 """A larger micro-batch that takes less than this part of a smaller one's time was timed on a busy machine."""
 _OUT_OF_MEMORY = re.compile(
@@ -49,7 +52,7 @@ class Pace:
     Attributes:
         rounds: tries of each size: a machine may be busy for a while.
         seconds: of steps, after which a try ends.
-        fewest_steps: that are timed in these seconds, unless steps are slow.
+        fewest_steps: that are timed in these seconds, unless steps are slow. They are enough where the script ends.
         enough_steps: with so many steps, a try ends after `least_seconds`.
         least_seconds: see there.
         patience: seconds in which a try must be over: a script may import much, load data and compile.
@@ -62,12 +65,18 @@ class Pace:
     least_seconds: float = 2.0
     patience: float = 180.0
 
-    def is_enough(self, lines: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether steps, the first of which are not timed, are as many and as long as they need to be."""
-        timed = lines[_WARM:]
-        seconds = sum(line["seconds"] for line in timed)
-        is_long = seconds >= self.least_seconds and len(timed) >= self.enough_steps
-        return len(timed) >= self.fewest_steps and (is_long or seconds >= self.seconds)
+    def is_enough(self, lines: Sequence[Mapping[str, Any]], *, is_over: bool = False) -> bool:
+        """Whether steps, the first of which are not timed, are as many and as long as they need to be.
+
+        Args:
+            lines: of all steps so far.
+            is_over: whether the script has ended well, so that these are all steps that it takes.
+        """
+        timed = [line["seconds"] for line in lines[_WARM:]]
+        # The least of them tells: an evaluation between two steps does not make steps slow.
+        is_slow = len(timed) >= _LEAST and min(timed) * self.fewest_steps >= self.seconds
+        is_long = len(timed) >= self.enough_steps and sum(timed) >= self.least_seconds
+        return (is_slow or len(timed) >= self.fewest_steps) and (is_over or is_long or sum(timed) >= self.seconds)
 
 
 PACE = Pace()
@@ -100,9 +109,7 @@ def check_command(command: Sequence[str]) -> None:
             "a trial needs {batch} in the script's arguments, or {micro_batch}, where the size of a step or of a "
             "micro-batch goes: sonde advise RUN --try -- python train.py --batch {batch}"
         )
-    if unknown := used_placeholders(command) - set(PLACEHOLDERS):
-        known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-        raise ValueError(f"a trial has {known}, got {{{min(unknown)}}}: give the script a value there")
+    check_names(command, PLACEHOLDERS)
     arguments_of(command, None)
 
 
@@ -150,151 +157,156 @@ def try_sizes(
         sizes: what is tried, smallest first.
         unit: plural name of the unit.
         ranks: data-parallel ranks of the log.
-        say: takes a sentence after each size.
+        say: takes a sentence before the first size, and after each.
         pace: how long each is tried; None: `PACE`.
 
     Raises:
         ValueError: for a script that fails, never steps, needs more memory than there is at the present size, or
             ignores its batch, and for times that fall where micro-batches grow.
     """
-    tried: dict[Size, list[_Steps]] = {}
-    too_large, pace = math.inf, pace or PACE
+    used, pace = used_placeholders(command), pace or PACE
+    tried: dict[Size, list[_Step]] = {}
+    too_large = math.inf
+    if "out" not in used:
+        say("The script may overwrite its own checkpoints: to keep them, have it save to {out}, a temporary folder")
     with tempfile.TemporaryDirectory(prefix="sonde-trial-") as place:
-        for n_round in range(pace.rounds):
-            for size in sizes:
+        for n_round in range(pace.rounds + 1):
+            timings = _timings(tried)
+            # Another program may have slowed down a size that takes longer than a larger one: both are tried once more.
+            falling = [size for size, each in timings.items() if each.micro_batch in _falling(timings)]
+            for size in sizes if n_round < pace.rounds else falling:
                 if size.micro_batch >= too_large:
                     continue
-                steps = _tried(command, size, Path(place) / f"{n_round}-{size.batch}-{size.accumulation}", pace)
-                if steps is None:
+                step = _tried(command, size, Path(place) / f"{n_round}-{size.batch}-{size.accumulation}", pace)
+                if step is None:
                     too_large = min(too_large, size.micro_batch)
                     say(f"{size.batch:,} {unit}: out of memory, so nothing larger is tried")
                     continue
-                _check_ranks(steps.ranks, ranks)
-                tried.setdefault(size, []).append(steps)
+                tried.setdefault(size, []).append(step)
+                backwards = size.accumulation * _backwards_of_piece(tried)
+                _check_step(step, size, ranks, backwards if {"micro_batch", "accumulation"} & used else None)
                 _check_data(tried)
-                per_step = duration(statistics.median(steps.seconds))
-                say(f"{size.batch:,} {unit}: {per_step} a step, {number(steps.memory / 2**20)} MiB")
+                seconds, memory = duration(step["seconds"]), number(step["memory"] / 2**20)
+                say(f"{size.batch:,} {unit}: {seconds} a step, {memory} MiB")
     if not tried:
         raise ValueError(f"{sizes[0].batch:,} {unit} do not fit into memory: try a smaller batch, or free memory")
-    curve = TimeCurve(tuple(_timing(size, all_of) for size, all_of in tried.items()), too_large)
-    _check_rising(curve)
-    return curve
+    timings = _timings(tried)
+    _check_rising(timings)
+    return TimeCurve(tuple(timings.values()), too_large)
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The steps of one try: seconds of each, and what is the same for all."""
-
-    seconds: list[float]
-    update: float | None
-    backwards: int
-    elements: float
-    ranks: int
-    memory: float
+_Step = Mapping[str, float]
+"""A line of the file of steps, or the median of several such lines."""
 
 
-def _tried(command: Sequence[str], size: Size, place: Path, pace: Pace) -> _Steps | None:
+def _tried(command: Sequence[str], size: Size, place: Path, pace: Pace) -> _Step | None:
     """One try; None where memory ended."""
     place.mkdir()
-    values = {**vars(size), "out": place / "out"}
-    words = [_filled(word, values) for word in command]
+    words = fill(command, {**vars(size), "out": place / "out"})
     environment = dict(os.environ) | {TRIAL: str(place / "steps"), BRANCH_FOLDER: str(place / "log")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_START), os.environ.get("PYTHONPATH")]))
-    begun = time.monotonic()
     with (
         (place / "stdout").open("wb") as out,
         (place / "stderr").open("wb") as err,
         started(arguments_of(words, None), environment, stdout=out, stderr=err) as process,
     ):
-        lines, waited = _watched(process, place / "steps.0", pace), time.monotonic() - begun
-        has_ended = process.poll() is not None
-    is_slow = len(lines) >= _WARM + _LEAST and sum(line["seconds"] for line in lines) >= pace.seconds
-    if pace.is_enough(lines) or (is_slow and not has_ended):
-        return _steps(lines)
+        lines, status = _watched(process, place / "steps.0", pace), process.poll()
+    if pace.is_enough(lines, is_over=status == 0):
+        return _median_step(lines)
     said = "".join((place / name).read_text(errors="replace") for name in ("stdout", "stderr"))
     if process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) or _OUT_OF_MEMORY.search(said):
         return None
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "without a word")
-    if not has_ended:
-        what = f"took {plural(len(lines), 'optimizer step')} in {waited:.0f} s: {last:.300}"
-    elif process.returncode == 0:
-        what = f"ended by itself after {plural(len(lines), 'step')}, before its steps were timed: have it train longer"
+    n_steps = plural(len(lines) + bool(lines), "optimizer step")  # the first step begins the first line
+    if status is None:
+        what = f"took {n_steps} in {pace.patience:.0f} s: {last:.300}"
+    elif status == 0:
+        what = f"ended by itself after {n_steps} of {_WARM + pace.fewest_steps + 1}: have it train longer"
     else:
-        what = f"ended with status {process.returncode}: {last:.300}"
+        what = f"ended with status {status}: {last:.300}"
     raise ValueError(f"the script, at a batch of {size.batch:,}, {what}")
-
-
-def _filled(word: str, values: dict[str, Any]) -> str:
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", str(value))
-    return word
 
 
 def _watched(process: subprocess.Popen[bytes], file: Path, pace: Pace) -> list[dict[str, Any]]:
     """The lines of rank 0, until there are enough of them, the process ends, or patience does."""
-    deadline, has_begun = time.monotonic() + pace.patience, False
+    deadline, has_ended = time.monotonic() + pace.patience, False
     lines: list[dict[str, Any]] = []
-    while time.monotonic() < deadline and not pace.is_enough(lines):
+    while time.monotonic() < deadline and not (has_ended or pace.is_enough(lines)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
         has_ended = process.poll() is not None  # before the last lines are read
         whole = file.read_text().splitlines(keepends=True) if file.exists() else []
         lines = [json.loads(line) for line in whole if line.endswith("\n")]
-        if lines and not has_begun:  # from the first step on, a try has its own time; slow steps have more of it
-            has_begun, slow = True, 2 * (_WARM + _LEAST) * lines[0]["seconds"]
-            deadline = min(deadline, time.monotonic() + max(2 * pace.seconds, slow))
-        if has_ended:
-            break
     return lines
 
 
-def _steps(lines: Sequence[dict[str, Any]]) -> _Steps:
-    timed, counted = lines[_WARM:], [line["elements"] for line in lines if line["elements"] is not None]
-    updates = [line["update"] for line in timed if line["update"] is not None]
-    return _Steps(
-        [line["seconds"] for line in timed],
-        statistics.median(updates) if updates else None,
-        round(statistics.median(line["backwards"] for line in lines)),
-        statistics.fmean(counted),
-        int(lines[-1]["ranks"]),
-        max(line["memory"] for line in lines),
-    )
+def _median_step(lines: Sequence[_Step]) -> _Step:
+    """The step that stands for all. Short steps at the end of an epoch are left out."""
+    timed = lines[_WARM:]
+    most = max(line["elements"] for line in timed)
+    whole = [line for line in timed if line["elements"] == most]
+    is_whole = len(whole) >= _WHOLE * len(timed)
+    used = whole if is_whole else timed
+    step = {name: statistics.median(line[name] for line in used) for name in used[-1]}
+    evenness = statistics.fmean(line["is_even"] for line in timed)
+    return step | {"is_whole": is_whole, "is_even": evenness, "memory": max(line["memory"] for line in lines)}
 
 
-def _timing(size: Size, tries: Sequence[_Steps]) -> Timing:
-    """The faster of the tries: what else a machine does only adds to a time."""
-    best = min(tries, key=lambda steps: statistics.median(steps.seconds))
-    seconds, accumulation = statistics.median(best.seconds), max(best.backwards, 1)
-    micro = size.batch / best.ranks / accumulation
-    return Timing(micro, accumulation, best.ranks, seconds, best.update, max(steps.memory for steps in tries))
+def _timings(tried: Mapping[Size, Sequence[_Step]]) -> dict[Size, Timing]:
+    """The faster of each size's tries: what else a machine does only adds to a time."""
+    timings = dict[Size, Timing]()
+    for size, tries in tried.items():
+        best, memory = min(tries, key=lambda step: step["seconds"]), max(step["memory"] for step in tries)
+        ranks, pieces = int(best["ranks"]), int(best["backwards"]) // _backwards_of_piece(tried)
+        accumulation = pieces or size.accumulation
+        micro_batch = size.batch / ranks / accumulation
+        timings[size] = Timing(micro_batch, accumulation, ranks, best["seconds"], best.get("update"), memory)
+    return timings
 
 
-def _check_ranks(found: int, ranks: int) -> None:
-    if found != ranks:
+def _backwards_of_piece(tried: Mapping[Size, Sequence[_Step]]) -> int:
+    """Backwards of one micro-batch, as the log counts micro-batches: several where a script has several losses."""
+    size, steps = next(iter(tried.items()))
+    return max(int(steps[0]["backwards"] // size.accumulation), 1)
+
+
+def _check_step(step: _Step, size: Size, ranks: int, backwards: int | None) -> None:
+    """Refuse a step that is not one of the log: on other ranks, of several optimizers' paces, or cut otherwise.
+
+    Args:
+        step: the median step.
+        size: that was asked for.
+        ranks: of the log.
+        backwards: that the step must have; None where the script chooses.
+    """
+    if step["ranks"] != ranks:
         raise ValueError(
-            f"the trial ran on {plural(found, 'rank')}, and the log is of {ranks}: start the script as for the log, "
-            f"such as with torchrun --nproc-per-node {ranks}"
+            f"the trial ran on {plural(int(step['ranks']), 'rank')}, and the log is of {ranks}: start the script as "
+            f"for the log, such as with torchrun --nproc-per-node {ranks}"
+        )
+    if step["is_even"] < _EVEN:
+        raise ValueError(
+            "the script's optimizers do not step equally often, so which of them ends a step is not known: compare "
+            "runs of your own with sonde advise RUN RUN"
+        )
+    if backwards and step["backwards"] not in (0, backwards):
+        raise ValueError(
+            f"a step took {plural(int(step['backwards']), 'backward')} for {size.accumulation} micro-batches: put "
+            "{accumulation} where the script reads their number, or start it as for the log"
         )
 
 
-def _check_data(tried: dict[Size, list[_Steps]]) -> None:
+def _check_data(tried: dict[Size, list[_Step]]) -> None:
     """Refuse a script whose steps do not take in data in proportion to the batch that it was given."""
-    known = sorted((size.batch, steps[0].elements) for size, steps in tried.items())
+    known = sorted((size.batch, steps[0]["elements"], steps[0]["is_whole"]) for size, steps in tried.items())
     if not known[0][1]:
         raise ValueError(
             "the script calls no torch module with data, so whether it uses its batch cannot be told: call the model "
-            "as model(data), or compare runs of your own with sonde advise RUN RUN"
+            "as model(data), outside of compiled functions, or compare runs of your own with sonde advise RUN RUN"
         )
-    if known[-1][0] == known[0][0]:
-        return
-    (small, few), (large, many) = known[0], known[-1]
-    if many <= few * 1.01:
-        raise ValueError(
-            f"the script ignores its batch: a step at {large:,} takes in as much data as one at {small:,}. Put "
-            "{batch} where the script reads the size of a step, or {micro_batch} where it reads that of a micro-batch"
-        )
-    off = (many / few) / (large / small)
-    if not 1 / _PROPORTIONAL < off < _PROPORTIONAL:
+    (small, few, *is_whole), (large, many, *are_whole) = known[0], known[-1]
+    off, most = (many / few) / (large / small), _ROUNDED if all(is_whole + are_whole) else _PROPORTIONAL
+    if not 1 / most < off < most:
         raise ValueError(
             f"a step at a batch of {large:,} takes in {number(many / few)} times the data of one at {small:,}, where "
             f"{number(large / small)} times are expected: {{batch}} is all units of a step, on all ranks, and "
@@ -302,14 +314,20 @@ def _check_data(tried: dict[Size, list[_Steps]]) -> None:
         )
 
 
-def _check_rising(curve: TimeCurve) -> None:
-    """Refuse a larger micro-batch that took less time than the next smaller one."""
-    ranks, sizes = curve.timings[0].ranks, sorted({each.micro_batch for each in curve.timings})
-    for small, large in itertools.pairwise(sizes):
-        of_small, of_large = (curve.of_step(size, 1, ranks)[0].likely for size in (small, large))
-        if of_large < _FALLS * of_small:
-            raise ValueError(
-                f"a micro-batch of {large:g} took {duration(of_large)}, less than one of {small:g}, "
-                f"{duration(of_small)}: other programs were running, or the script does other work at each size. Try "
-                "again when the machine is idle"
-            )
+def _falling(timings: Mapping[Size, Timing]) -> dict[float, float]:
+    """Seconds of micro-batches that took less time than the next smaller one, and of that one before each."""
+    curve, found = TimeCurve(tuple(timings.values())), dict[float, float]()
+    for small, large in itertools.pairwise(sorted({each.micro_batch for each in curve.timings})):
+        seconds = {size: curve.of_step(size, 1, curve.timings[0].ranks)[0].likely for size in (small, large)}
+        if seconds[large] < _FALLS * seconds[small]:
+            found |= seconds
+    return found
+
+
+def _check_rising(timings: Mapping[Size, Timing]) -> None:
+    if falling := _falling(timings):
+        (small, of_small), (large, of_large), *_ = falling.items()
+        raise ValueError(
+            f"a micro-batch of {large:g} took {duration(of_large)}, less than one of {small:g}, {duration(of_small)}: "
+            "the machine is busy, or the script does other work at each size. Try again when the machine is idle"
+        )

@@ -236,7 +236,7 @@ def _time_steps() -> None:
     """Time the steps of a script that is tried, from when it has imported torch."""
 
     def watch() -> None:
-        importlib.import_module("sonde.commands.trial.in_script").watch()
+        importlib.import_module("sonde.commands.trial.in_script").StepTimes()
 
     sys.meta_path.insert(0, _AfterImports({"torch": watch}))
 
