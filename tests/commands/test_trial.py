@@ -347,7 +347,7 @@ def test_a_refused_trial_writes_nothing_over(
         (["--try"], "--try goes with a script after two dashes: sonde advise RUN --try -- python train.py"),
         (["--", *command], "--try goes with a script after two dashes: sonde advise RUN --try -- python train.py"),
         (["--try", "--", sys.executable, script, "--batch", "16"], "a trial needs {batch} in the script's arguments"),
-        (["--try", "--", *command, "{lr}"], "a trial has {batch}, {micro_batch}, {accumulation}, {out}, got {lr}"),
+        (["--try", "--", *command, "{lr}"], "the placeholder {lr}, which is none of {batch}, "),
         (["--try", "--", str(tmp_path / "none.py"), "{batch}"], "no script at "),
         (["--try", "--", *command], "the trial ran on 1 rank, and the log is of 2: start the script as for the log"),
     ):

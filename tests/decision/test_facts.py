@@ -126,5 +126,5 @@ def test_batch_norms_forbid_smaller_micro_batches(tmp_path: Path) -> None:
 def test_a_damaged_trial_is_a_sentence_with_the_way_out(tmp_path: Path, text: str) -> None:
     log_of(tmp_path, [(64.0, 8, 120.0)] * 20)
     (tmp_path / "trial.json").write_text(text)
-    with pytest.raises(ValueError, match=r"trial\.json is not a trial of this version .*: remove it, and try again"):
+    with pytest.raises(ValueError, match=r"trial\.json is damaged, or of another version: remove it"):
         facts_of_run(read_run(tmp_path))

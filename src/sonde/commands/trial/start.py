@@ -309,8 +309,9 @@ def _check_data(tried: dict[Size, list[_Step]]) -> None:
     if not 1 / most < off < most:
         raise ValueError(
             f"a step at a batch of {large:,} takes in {number(many / few)} times the data of one at {small:,}, where "
-            f"{number(large / small)} times are expected: {{batch}} is all units of a step, on all ranks, and "
-            "{micro_batch} those of one backward on one rank. Is the data set smaller than the batch?"
+            f"{number(large / small)} times are expected: the script ignores its batch, its data set is smaller, or it "
+            "counts otherwise. {batch} is all units of a step, on all ranks, and {micro_batch} those of one backward "
+            "on one rank"
         )
 
 
