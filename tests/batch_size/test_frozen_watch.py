@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -58,82 +59,53 @@ def test_a_frozen_block_leaves_the_averages() -> None:
     assert "0" not in reading.groups
 
 
-def test_a_block_that_is_trained_again_starts_the_averages_again() -> None:
-    model = small_model()
-    with attached(model, log_every=1) as probe:
-        windows_of(model, probe, 5)
-        model[0].requires_grad_(False)
-        windows_of(model, probe, 5)
-        probe.reading()
-        assert counted(probe) == (3, 3)  # the third window shows it
-        model[0].requires_grad_(True)
-        windows_of(model, probe, 5)
-        assert list(probe.alerts) == ["trained"]
-        assert probe.reading().windows == 15
-        assert counted(probe) == (3, 3)
-        assert "0" in probe.reading().groups
+@dataclass(frozen=True)
+class Schedule:
+    """Windows in which one layer or another of three is frozen, or the first one is cut off.
+
+    Attributes:
+        windows: how many.
+        counted: how many of them the noise scale rests on.
+        frozen: the layers that are frozen in a window.
+        is_cut: whether the first layer is cut off in a window.
+        groups: the layers in the reading at the end.
+    """
+
+    windows: int
+    counted: int
+    frozen: Callable[[int], set[int]] = lambda window: set()
+    is_cut: Callable[[int], bool] = lambda window: False
+    groups: str = "012"
 
 
-def test_a_block_that_is_cut_off_leaves_the_reading_with_its_last_gradient() -> None:
-    """Over about the last half of the run it had none."""
-    model = small_model()
-    with attached(model, log_every=1) as probe:
-        windows_of(model, probe, 20)
-        windows_of(model, probe, 5, cut=True)
-        assert "0" in probe.reading().groups
-        windows_of(model, probe, 40, cut=True)
-        assert "0" not in probe.reading().groups
-        assert (probe.reading().windows, counted(probe)) == (65, (65, 65))
-        assert probe.alerts == {}
+SCHEDULES = {
+    # The third window with the change shows it, and counts.
+    "frozen": Schedule(10, 3, lambda window: {0} if window >= 5 else set(), groups="12"),
+    "trained again": Schedule(15, 3, lambda window: {0} if 5 <= window < 10 else set()),
+    # As many parameters are frozen as before, and of the same shapes, but not the same.
+    "another layer": Schedule(12, 4, lambda window: {0} if window < 6 else {1}, groups="02"),
+    "frozen in turn": Schedule(12, 12, lambda window: {window % 2}),
+    "cut off now and then": Schedule(80, 80, is_cut=lambda window: window % 30 > 0),
+    "cut off": Schedule(25, 25, is_cut=lambda window: window >= 20),
+    # Over about the last half of the run it had no gradient.
+    "cut off for long": Schedule(65, 65, is_cut=lambda window: window >= 20, groups="12"),
+}
 
 
-class TwoBranches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([nn.Linear(12, 3), nn.Linear(12, 3)])
-
-    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
-        return torch.stack([self.branches[i](x) for i in used]).sum(0)
-
-
-def test_a_branch_that_rests_now_and_then_is_left_alone() -> None:
-    torch.manual_seed(0)
-    model = TwoBranches()
-    generator = torch.Generator().manual_seed(0)
-    with attached(model, log_every=1) as probe:
-        for window in range(80):  # the second branch is used in windows 0, 30 and 60
-            for _ in range(2):
-                x, y = batch(4, generator)
-                with probe.piece(units=4):
-                    (model(x, [0, 1] if window % 30 == 0 else [0]) - y).square().sum(-1).mean().backward()
-            probe.step()
-            model.zero_grad()
-        assert probe.reading().windows == 80
-        assert "trained" not in probe.alerts
-
-
-def test_a_loop_that_freezes_in_turn_is_left_alone() -> None:
-    model = small_model()
-    with attached(model, log_every=1) as probe:
-        for window in range(12):
-            model[0].requires_grad_(window % 2 == 0)
-            windows_of(model, probe, 1, seed=window)
-        assert probe.reading().windows == 12
-        assert probe.alerts == {}
-
-
-def test_parts_that_are_trained_in_turn_for_longer_begin_anew_each_time() -> None:
-    """As many parameters are frozen as before, and of the same shapes, but not the same."""
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_layers_that_rest(name: str) -> None:
+    """Averages begin anew with each change that lasts; layers that rest now and then are left alone."""
+    case = SCHEDULES[name]
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))
     with attached(model, log_every=1) as probe:
-        for window in range(12):
-            model[0].requires_grad_(window < 6)
-            model[1].requires_grad_(window >= 6)
-            windows_of(model, probe, 1, seed=window)
-        probe.reading()
-        assert counted(probe) == (4, 4)  # since window 9, the third of them
-        assert "trained" in probe.alerts
-        assert set(probe.reading().groups) == {"1", "2"}
+        for window in range(case.windows):
+            for k, layer in enumerate(model):
+                layer.requires_grad_(k not in case.frozen(window))
+            windows_of(model, probe, 1, seed=window, cut=case.is_cut(window))
+        reading = probe.reading()
+        assert (reading.windows, counted(probe)) == (case.windows, (case.counted, case.counted))
+        assert set(reading.groups) == set(case.groups)
+        assert list(probe.alerts) == ["trained"] * (case.counted < case.windows)
 
 
 def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
@@ -147,41 +119,32 @@ def test_frozen_at_attach_or_never_used_raises_nothing() -> None:
         assert probe.reading().windows == 25
 
 
-def test_a_state_that_is_loaded_while_a_block_is_frozen_keeps_the_reading() -> None:
-    model = small_model()
-    with attached(model) as probe:
-        windows_of(model, probe, 20)
-        model[0].requires_grad_(False)
-        windows_of(model, probe, 20, seed=1)
-        before = probe.reading()
-        probe.load_state_dict(probe.state_dict())
-        assert probe.reading() == before
-        windows_of(model, probe, 20, seed=2)
-        assert probe.reading().groups.keys() == before.groups.keys()
-        assert probe.reading().windows == 60
-        model[0].requires_grad_(True)
-        windows_of(model, probe, 4, seed=3)
-        probe.reading()
-        assert "trained" in probe.alerts
+@pytest.mark.parametrize("part", ["0", "0.weight"])
+def test_what_is_frozen_keeps_its_history_at_a_restart(part: str) -> None:
+    def freeze(frozen: bool) -> None:
+        for name, parameter in model.named_parameters():
+            if name.startswith(part):
+                parameter.requires_grad_(not frozen)
 
-
-def test_a_block_that_is_half_frozen_keeps_its_history_at_a_restart() -> None:
     model = small_model()
     with attached(model, log_every=1) as probe:
         windows_of(model, probe, 10)
-        model[0].weight.requires_grad_(False)
+        freeze(True)
         windows_of(model, probe, 20, seed=1)
-        state = probe.state_dict()
-        assert contents_of(probe)["frozen"][0] == 1
-    model[0].weight.requires_grad_(True)
+        state, before = probe.state_dict(), probe.reading()
+        assert contents_of(probe)["frozen"][0] == 1 + (part == "0")
+        assert ("0" in before.groups) == (part != "0")
+    freeze(False)
     with attached(model, log_every=1) as probe:
         probe.load_state_dict(state)
-        model[0].weight.requires_grad_(False)
+        assert probe.reading() == before
+        freeze(True)
         windows_of(model, probe, 4, seed=2)
-        probe.reading()
+        reading = probe.reading()
+        assert (reading.windows, reading.groups.keys()) == (34, before.groups.keys())
         assert counted(probe) == (22, 22)  # since window 13, which was the third of them
         assert not probe.alerts
-        model[0].weight.requires_grad_(True)
+        freeze(False)
         windows_of(model, probe, 4, seed=3)
         probe.reading()
         assert "trained" in probe.alerts
