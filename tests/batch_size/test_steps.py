@@ -278,47 +278,30 @@ class Twice(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Twice])
 @pytest.mark.parametrize("ends_inside", [True, False])
+@pytest.mark.parametrize("n_before", [0, 1])
 @pytest.mark.parametrize(("is_given", "by_name"), [(True, True), (False, False), (True, False)])
 def test_a_steps_closure_may_run_the_backwards(
-    kind: type[torch.optim.SGD], is_given: bool, by_name: bool, ends_inside: bool
+    kind: type[torch.optim.SGD], is_given: bool, by_name: bool, ends_inside: bool, n_before: int
 ) -> None:
-    """The window ends after the closure's run. An optimizer that evaluates its closure again is named."""
+    """Or the last of them. The window ends after the closure's run; an optimizer that evaluates it again is named."""
     model = small_model()
     optimizer = kind(model.parameters(), lr=0.0)
     with attached(model, optimizer if is_given else None, log_every=1) as probe:
 
         def closure() -> float:
-            optimizer.zero_grad()
-            backwards(model, probe)
+            if not n_before:
+                optimizer.zero_grad()
+            backwards(model, probe, 2 - n_before)
             if ends_inside:
                 probe.step()
             return 1.5
 
         for _ in range(4):
+            backwards(model, probe, n_before)
             assert (optimizer.step(closure=closure) if by_name else optimizer.step(closure)) == 1.5
+            if n_before:
+                optimizer.zero_grad()
         reading = probe.reading()
         named = any("evaluates its closure several times a step, as LBFGS" in why for why in reading.dropped)
         assert named == (kind is Twice)
         assert kind is Twice or (reading.windows, reading.dropped, probe.alerts) == (4, {}, {})
-
-
-@pytest.mark.parametrize("is_given", [True, False])
-def test_the_last_backward_may_run_inside_the_step(is_given: bool) -> None:
-    """As some trainers do it."""
-    model = small_model()
-    optimizer = sgd(model)
-    first, last = piece_losses(model, [4, 4])
-    with attached(model, optimizer if is_given else None, log_every=1) as probe:
-
-        def closure() -> float:
-            with probe.piece(units=4):
-                last().backward()
-            probe.step()
-            return 0.0
-
-        for _ in range(8):
-            with probe.piece(units=4):
-                first().backward()
-            optimizer.step(closure)
-            model.zero_grad()
-        assert (probe.reading().windows, probe.reading().dropped, probe.alerts) == (8, {}, {})
