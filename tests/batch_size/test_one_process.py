@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,8 +49,7 @@ class Case:
 
     Attributes:
         backwards: in place of them, what runs a piece's backwards, given its number.
-        units: of each piece.
-        weights: of each piece.
+        counts: what each piece is declared with.
         declared: whether pieces are declared; otherwise each backward is a piece of 4 units.
         options: for attach.
         rel: how exact the numbers are.
@@ -58,8 +58,7 @@ class Case:
     model: nn.Module
     pieces: Sequence[Sequence[Loss]]
     backwards: Callable[[int], object] | None = None
-    units: Sequence[Any] = (4, 4, 4, 4)
-    weights: Sequence[Any] = (1.0, 1.0, 1.0, 1.0)
+    counts: Sequence[dict[str, Any]] = ({"units": 4},) * 4
     declared: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     # fp32 gradients, and the two sides round differently: a few 1e-7 of S and B, amplified by their difference.
@@ -67,8 +66,7 @@ class Case:
 
     def run(self, probe: Any) -> None:
         for k, losses in enumerate(self.pieces):
-            units: Any = {"units": self.units[k], "weight": self.weights[k]}
-            with probe.piece(**units) if self.declared else contextlib.nullcontext():
+            with probe.piece(**self.counts[k]) if self.declared else contextlib.nullcontext():
                 if self.backwards is not None:
                     self.backwards(k)
                 else:
@@ -84,13 +82,19 @@ def plain(n: int = 3, **more: Any) -> Case:
 def uneven() -> Case:
     model = small_model(torch.float64)
     losses = [[loss] for loss in piece_losses(model, [3, 7, 5], torch.float64)]
-    return Case(model, losses, units=(3, 7, 5), weights=(1.5, 7.0, 0.3), rel=1e-12)
+    counts = [{"units": n, "weight": weight} for n, weight in ((3, 1.5), (7, 7.0), (5, 0.3))]
+    return Case(model, losses, counts=counts, rel=1e-12)
 
 
 def counts_in_tensors() -> Case:
     model = small_model()
     losses = [[loss] for loss in piece_losses(model, [4, 8])]
-    return Case(model, losses, units=(torch.tensor(4), torch.tensor(8)), weights=(torch.tensor(4.0), torch.tensor(8.0)))
+    return Case(model, losses, counts=[{"units": torch.tensor(n), "weight": torch.tensor(float(n))} for n in (4, 8)])
+
+
+def weights_of_units(as_given: Callable[[list[float]], Any]) -> Case:
+    """Kish: units that weigh differently count as fewer."""
+    return plain(2, counts=[{"unit_weights": as_given([1.0, 2.0, 3.0, 10.0])}, {"unit_weights": [1.0] * 4}])
 
 
 def partly_frozen() -> Case:
@@ -142,24 +146,20 @@ def in_16_bits() -> Case:
     return Case(model, [[loss] for loss in piece_losses(model, [4, 4], torch.bfloat16)], rel=2e-2)
 
 
-def checkpointed(reentrant: bool, declared: bool = False) -> Case:
+def checkpointed(*, reentrant: bool) -> Case:
     """Without piece(), a backward inside backward must not end the piece."""
     model, generator = small_model(), torch.Generator().manual_seed(0)
 
-    def loss(x: Tensor, y: Tensor, reentrant: bool) -> Tensor:
-        hidden = model[2](model[1](model[0](x)))
-        above = checkpoint(model[3], hidden, use_reentrant=True) if reentrant else model[3](hidden)
-        return (model[4](above) - y).square().sum(-1).mean()
+    def loss(x: Tensor, y: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        return (model[4](layer(model[2](model[1](model[0](x))))) - y).square().sum(-1).mean()
 
     batches = [batch(4, generator) for _ in range(3)]
-    if not reentrant:
-        return plain(declared=declared)
+    again = partial(checkpoint, model[3], use_reentrant=reentrant)
     return Case(
         model,
-        [[lambda b=b: loss(*b, False)] for b in batches],  # type: ignore[misc]
-        backwards=lambda k: loss(*batches[k], True).backward(),  # autograd.grad refuses it
-        declared=declared,
-        options={"units_per_piece": 4},
+        [[lambda b=b: loss(*b, model[3])] for b in batches],  # type: ignore[misc]
+        backwards=lambda k: loss(*batches[k], again).backward(),  # autograd.grad refuses a reentrant one
+        declared=False,
     )
 
 
@@ -246,6 +246,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "equal pieces": plain,
     "uneven pieces with weights, in float64": uneven,
     "counts in tensors": counts_in_tensors,
+    "weights of units": lambda: weights_of_units(list),
+    "weights of units in tensors": lambda: weights_of_units(torch.tensor),
     "each backward a piece": lambda: plain(declared=False),
     "partly frozen": partly_frozen,
     "tied weights": of_tokens,
@@ -253,8 +255,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "unused in a piece": unused_in_a_piece,
     "no gradient of a parameter": without_a_gradient,
     "16 bits": in_16_bits,
-    "checkpointed": lambda: checkpointed(False),
-    "checkpointed, reentrant": lambda: checkpointed(True),
+    "checkpointed": lambda: checkpointed(reentrant=False),
+    "checkpointed, reentrant": lambda: checkpointed(reentrant=True),
     "a gradient penalty": lambda: penalised(True),
     "a gradient penalty, pieces not declared": lambda: penalised(False),
     "with a graph": with_a_graph,
@@ -292,33 +294,20 @@ def test_a_window_is_as_by_hand(name: str) -> None:
     assert ["several backwards" in reason for reason in reading.dropped] == [True] * has_several
     gradients = [flat_grad(case.model, sum(loss() for loss in losses)) for losses in case.pieces]  # type: ignore[arg-type]
     n = len(gradients)
-    weights, units = ([float(each) for each in of[:n]] for of in (case.weights, case.units))
+    weights = [float(each.get("weight", 1.0)) for each in case.counts[:n]]
+    of_units = [each.get("unit_weights", [1.0] * int(each.get("units", 0))) for each in case.counts[:n]]
+    units = [float(sum(of_piece) ** 2 / sum(w**2 for w in of_piece)) for of_piece in of_units]
     expected = window_by_hand(gradients, weights, units, torch.stack(gradients).sum(0))
     assert_same(reading, expected, rel=case.rel)
+    assert reading.units_per_window == sum(map(len, of_units))
+    effective = sum(weights) ** 2 / sum(w**2 / b for w, b in zip(weights, units, strict=True))
+    assert reading.effective_units == pytest.approx(effective)
     if name == "compiled":  # groups are named as in the model inside
         groups = {"0", "2", "3", "4"}
     if isinstance(case.model, nn.Sequential) or name == "compiled":
         assert set(reading.groups) == groups
         total = sum(g.trace_cov or 0.0 for g in reading.groups.values())
         assert total == pytest.approx(expected[0], rel=case.rel)
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_kish_from_unit_weights(as_tensor: bool) -> None:
-    model = small_model()
-    losses, skewed = piece_losses(model, [4, 4]), [1.0, 2.0, 3.0, 10.0]
-    with attached(model) as probe:
-        for loss, weights in zip(losses, (torch.tensor(skewed) if as_tensor else skewed, [1.0] * 4), strict=True):
-            with probe.piece(unit_weights=weights):  # type: ignore[arg-type]
-                loss().backward()
-        probe.step()
-        reading = probe.reading()
-    model.zero_grad()
-    gradients = [flat_grad(model, loss()) for loss in losses]
-    effective = [16.0**2 / 114, 4.0]
-    assert_same(reading, window_by_hand(gradients, [1, 1], effective, gradients[0] + gradients[1]))
-    assert reading.effective_units == pytest.approx(4 / (1 / effective[0] + 1 / effective[1]))
-    assert reading.units_per_window == 8
 
 
 def test_several_backwards_beyond_the_staging_area_are_refused() -> None:
