@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import sonde
 from sonde import NoiseScaleProbe
 from tests.batch_size import loops
 from tests.batch_size.loops import batch, mean_loss, small_model
@@ -259,16 +258,6 @@ def test_a_clip_takes_all_that_the_optimizer_steps(every: int) -> None:
     assert norms == pytest.approx(expected, rel=1e-6)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
-
-
-def test_an_optimizer_of_two_models_is_clipped_whole_by_the_probe_of_one() -> None:
-    model, other = small_model(), small_model()
-    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.0)
-    with attached(model, optimizer) as probe:
-        mean_loss(model, *batch(4, torch.Generator())).backward()
-        mean_loss(other, *batch(4, torch.Generator())).backward()
-        expected = float(sonde.clip_grad_norm_([*model.parameters(), *other.parameters()], None))
-        assert float(probe.clip_grad_norm_(None)) == pytest.approx(expected, rel=1e-6)
 
 
 def clip_on_rank(how: str) -> dict[str, Any]:
