@@ -21,11 +21,21 @@ import sonde
 from tests.ranks import mesh_of
 
 
+def world() -> DeviceMesh:
+    """All ranks, along one axis."""
+    return mesh_of((dist.get_world_size(),))
+
+
+def with_grad(gradient: Tensor) -> nn.Parameter:
+    """A parameter with this gradient, as it is."""
+    parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device))
+    parameter.grad = gradient
+    return parameter
+
+
 def plain(gradient: Tensor) -> nn.Parameter:
     """A parameter with a copy of this gradient."""
-    parameter = nn.Parameter(torch.zeros_like(gradient))
-    parameter.grad = gradient.clone()
-    return parameter
+    return with_grad(gradient.clone())
 
 
 def noise(seed: int, *shape: int) -> Tensor:
@@ -115,8 +125,7 @@ def outcome(call: Call) -> Outcome:
             message = str(error)
     after = local_gradients(call.parameters)
     is_unchanged = all(a is b or _same(a, b) for a, b in zip(before, after, strict=True))
-    world = mesh_of((dist.get_world_size(),))
-    goes_on = float(sonde.clip_grad_norm_([plain(torch.ones(4))], None, mesh=world)) == 2.0
+    goes_on = float(sonde.clip_grad_norm_([plain(torch.ones(4))], None, mesh=world())) == 2.0
     return Outcome(message, norm, counted.get_total_counts(), is_unchanged, goes_on)
 
 

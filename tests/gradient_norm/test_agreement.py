@@ -15,15 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import sonde
-from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, noise, placed, plain
+from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, noise, placed, plain, world
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import WAYS, exact_gradients, experts, norm_of, pipeline
 
 rank = dist.get_rank
-
-
-def world() -> DeviceMesh:
-    return mesh_of((dist.get_world_size(),))
 
 
 def by_rank(option: str, *values: Any, sharded: bool = False) -> Callable[[], Call]:
@@ -45,10 +41,8 @@ def holds(make: Callable[[], Any]) -> Callable[[], Call]:
     return lambda: Call(make(), {"mesh": world()})
 
 
-def plan(make: Callable[[], Any], **options: Callable[[], Any]) -> Callable[[], Call]:
-    return lambda: Call(
-        make(), {"mesh": world(), **{k: v() for k, v in options.items()}}, by=sonde.group_parameters_for_norm
-    )
+def plan(make: Callable[[], Any]) -> Callable[[], Call]:
+    return lambda: Call(make(), {"mesh": world()}, by=sonde.group_parameters_for_norm)
 
 
 def total_norm(**options: Any) -> Call:

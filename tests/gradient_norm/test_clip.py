@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sonde
+from tests.gradient_norm.placed_gradients import with_grad
 
 
 def gradients(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -246,12 +247,6 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda p: total([p.grad] * 2, by_group=7), "a list with the name of each tensor's group, got 7"),
     (lambda p: total([p.grad] * 2, by_group=["a", 1]), "a list with the name of each tensor's group, got"),
 ]
-
-
-def with_grad(gradient: torch.Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
-    parameter.grad = gradient
-    return parameter
 
 
 @pytest.mark.parametrize(("call", "match"), REFUSED, ids=[match for _, match in REFUSED])

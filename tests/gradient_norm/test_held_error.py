@@ -15,15 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sonde
-from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, outcome, placed, plain
+from tests.gradient_norm.placed_gradients import Call, Case, check_on_ranks, each_of, placed, plain, with_grad, world
 from tests.ranks import Ranks, mesh_of
 from tests.sharded import fsdp
 
 rank = dist.get_rank
-
-
-def world() -> DeviceMesh:
-    return mesh_of((dist.get_world_size(),))
 
 
 def stray(make: Callable[[], nn.Parameter]) -> Callable[[], Call]:
@@ -56,13 +52,6 @@ def without_mesh(option: str, value: Any, norm_type: float) -> Call:
     made = [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
     options = {"max_norm": 1.0, "norm_type": norm_type} | ({option: value} if rank() == 0 else {})
     return Call(made, options, options.pop("max_norm"))
-
-
-def with_grad(gradient: Tensor) -> nn.Parameter:
-    """As it is, not a copy."""
-    p = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device))
-    p.grad = gradient
-    return p
 
 
 def on_meta(*placement: Any) -> nn.Parameter:
@@ -115,6 +104,12 @@ def groups(names: Any, order: float) -> Callable[[], Call]:
         return Call([torch.ones(2) for _ in range(100)], options, by=sonde.get_total_norm)
 
     return call
+
+
+def first_fsdp() -> Call:
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    model(torch.ones(2, 4)).sum().backward()
+    return Call([*model.named_parameters()])
 
 
 def on_stages(make: Callable[[], Tensor]) -> Call:
@@ -248,6 +243,7 @@ CASES = [
         )
         for p in (2.0, math.inf)
     ),
+    Case("FSDP1", 2, first_fsdp, "FSDP's first version does not tell how it cuts parameters", None),
     Case("no groups", 2, groups(None, 2.0), "by_group= differs between ranks"),
     Case(
         "stage on meta",
@@ -299,18 +295,6 @@ def test_a_parameter_on_other_ranks_has_to_be_declared(ranks4: Ranks) -> None:
         assert "it is on ranks 0, 1, and this rank, which is not among them" in messages[0]
         assert "mesh has ranks 0, 1, and this rank is not among them" in messages[2]
     assert [messages[1] for messages in results] == ["2.0"] * 4
-
-
-def _first_fsdp() -> Any:
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
-    model(torch.ones(2, 4)).sum().backward()
-    return outcome(Call([*model.named_parameters()]))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_fsdps_first_version_is_refused(ranks2: Ranks) -> None:
-    for found in ranks2(_first_fsdp):
-        assert "FSDP's first version does not tell how it cuts parameters" in found.message
 
 
 @pytest.mark.parametrize(
