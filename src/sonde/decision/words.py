@@ -151,8 +151,8 @@ def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_a
         yield factor_in_words(factor, facts.optimizer, facts.unit, from_here_on=scope == FROM_HERE_ON)
     if factor not in (None, PUBLISHED):
         yield (
-            "Ranges of B_crit hold about 9 times in 10, where your training is like those of the study. B_simple's "
-            "95 % interval is first made one of 90 %."
+            "Ranges of B_crit hold about 9 times in 10, where your training is like those of the study; steps of a "
+            "single training scatter by a third beyond them. B_simple's 95 % interval is first made one of 90 %."
         )
     if facts.needs_batch:
         yield f"Micro-batches are not made smaller: {facts.needs_batch}."

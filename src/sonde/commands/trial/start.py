@@ -177,17 +177,18 @@ def try_sizes(
             for size in sizes if n_round < pace.rounds else falling:
                 if size.micro_batch >= too_large:
                     continue
+                said = f"{size.batch:,} {unit}" + f" in micro-batches of {size.micro_batch:,}" * (size.accumulation > 1)
                 step = _tried(command, size, Path(place) / f"{n_round}-{size.batch}-{size.accumulation}", pace)
                 if step is None:
                     too_large = min(too_large, size.micro_batch)
-                    say(f"{size.batch:,} {unit}: out of memory, so nothing larger is tried")
+                    say(f"{said}: out of memory, so nothing larger is tried")
                     continue
                 tried.setdefault(size, []).append(step)
                 backwards = size.accumulation * _backwards_of_piece(tried)
                 _check_step(step, size, ranks, backwards if {"micro_batch", "accumulation"} & used else None)
                 _check_data(tried)
                 seconds, memory = duration(step["seconds"]), number(step["memory"] / 2**20)
-                say(f"{size.batch:,} {unit}: {seconds} a step, {memory} MiB")
+                say(f"{said}: {seconds} a step, {memory} MiB")
     if not tried:
         raise ValueError(f"{sizes[0].batch:,} {unit} do not fit into memory: try a smaller batch, or free memory")
     timings = _timings(tried)
