@@ -121,8 +121,8 @@ def _sizes(present: Present, critical: Range) -> Iterator[float]:
     """
     batch, known = present.whole_batch, [end for end in (critical.low, critical.high) if 0 < end < math.inf]
     middle = [critical.middle] if critical.middle is not None else known
-    low = max(min(batch / 2, *(end / FAR for end in middle)), batch / FURTHEST, 1)
-    high = min(max(batch * 2, *(end * FAR for end in middle)), batch * FURTHEST)
+    low = max(min([batch / 2, *(end / FAR for end in middle)]), batch / FURTHEST, 1)
+    high = min(max([batch * 2, *(end * FAR for end in middle)]), batch * FURTHEST)
     powers = itertools.takewhile(lambda size: size <= high, (batch / FURTHEST * 2.0**k for k in itertools.count()))
     for size in (*powers, *(each.batch for each in present.curve.timings)):
         if low <= size <= high and size != batch:
