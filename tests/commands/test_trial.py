@@ -305,7 +305,7 @@ def test_a_trial_compiles_what_is_compiled_without_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COMPILED)
     of_trial = {
         "SONDE_TRIAL": str(tmp_path / "steps"),
-        "PYTHONPATH": f"{ON_START}{os.pathsep}{os.environ['PYTHONPATH']}",
+        "PYTHONPATH": f"{ON_START}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     said = [
         subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, check=True, stdout=subprocess.PIPE).stdout

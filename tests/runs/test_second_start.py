@@ -47,7 +47,7 @@ def test_a_second_start_without_a_state_is_a_new_run(first: int, tmp_path: Path)
     assert "1 earlier run in the same folder left out" in text
     assert "restarted" not in text
     assert "batch of 16 rows" in text
-    assert "64" not in text.split("How this was measured")[0]
+    assert "64 rows" not in text.split("How this was measured")[0]
 
 
 def test_the_last_run_alone_is_read_with_its_own_restarts(tmp_path: Path) -> None:
