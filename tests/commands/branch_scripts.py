@@ -98,6 +98,7 @@ if args.resume:
 if "limits" in wrong:  # "fits" by what a machine's memory takes, "least" by its micro-batch
     group["lr"] = min(group["lr"], 0.03)
 batch = min(batch, 16) if "fits" in wrong else max(batch, 16) if "least" in wrong else batch
+batch = batch // 8 * 8 if "rounds" in wrong else batch
 
 def row(of):
     x = [of.gauss(0, 1) for _ in truth]

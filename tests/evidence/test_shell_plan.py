@@ -27,17 +27,18 @@ def test_the_reference_comes_first_and_then_its_twins(plan: Plan) -> None:
         (16, 1, "batch", 16),
         (32, 2, "", None),
         (64, 1, "", None),
+        (32, 1, "batch", 32),
         (64, 2, "", None),
         (16, 1, "", None),
         (16, 2, "", None),
     ]
     assert asked[0].command[2:] == ("--batch=32", "1", plan.base["checkpoint"], "--out", f"{asked[0].folder}/x")
     assert [each.command[2:4] for each in asked[1:4]] == [("--batch=32", "1"), ("--batch=16", "1"), ("--batch=32", "2")]
-    assert len({each.folder for each in asked}) == 8
+    assert len({each.folder for each in asked}) == 9
 
 
 def test_a_twin_changes_one_value_far(plan: Plan) -> None:
-    """At the reference, and upwards at the largest batch: down to half of it, if that is no odd size, for the batch."""
+    """At the reference; a rate at the largest batch; and the batch beside each, or a nearer one that is no odd size."""
     base = plan.base | {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
     names = ("batch", "seed", "lr", "steps", "units", "beta1", "beta2", "eps", "weight_decay")
     all_of_them = replace(
@@ -51,15 +52,16 @@ def test_a_twin_changes_one_value_far(plan: Plan) -> None:
         k = names.index(twin.changed)
         assert twin.command == (*first.command[:k], others[k], *first.command[k + 1 :])
     assert [twin.units for twin in twins if twin.changed in ("steps", "units")] == [250, 256]
-    for batches, below in (
-        ((32.0, 64.0), None),
-        ((32.0, 80.0, 192.0), 96),
-        ((32.0, 80.0), None),
-        ((32.0, 40.0, 80.0), 40),
+    for batches, beside in (
+        ((32.0, 64.0), [64]),
+        ((32.0, 96.0, 192.0), [64, 96, 32]),  # the largest follows the reference
+        ((32.0, 80.0), [64, 64, 96]),
+        ((32.0, 40.0, 80.0), [40, 64, 96, 64]),
+        ((8.0, 32.0, 64.0), [8, 32, 16]),
     ):
         of = replace(all_of_them, batches=batches, rates=dict.fromkeys(batches, 4e-3))
-        upwards = [(each.changed, each.value) for each in of.asked() if each.changed][9:]
-        assert upwards == [("lr", 0.008), *([("batch", below)] if below else [])]
+        assert [each.value for each in of.asked() if each.changed == "batch"] == beside
+        assert [each.value for each in of.asked() if each.changed == "lr"] == [4e-9, 0.008]
 
 
 def test_a_folder_is_that_of_one_content(plan: Plan, tmp_path: Path) -> None:

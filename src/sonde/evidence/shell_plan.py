@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from sonde.decision.rate_rules import (
+from sonde.decision.rate import (
     WITH_BETAS,
     adam_settings,
     parsed_rule,
@@ -106,13 +106,15 @@ class Plan:
     def asked(self) -> list[Asked]:
         """Every run. After the first branch of a batch come its twins, which show what the script uses there.
 
-        The first batch is the reference. The largest one follows, at which a limit in the script would show.
+        The first batch is the reference. The largest one follows, at which a limit in the script would show soon.
         """
-        runs = list[Asked]()
+        runs, beside = list[Asked](), dict[float, list[float]]()
         for batch in dict.fromkeys((self.reference, self.batches[-1], *self.batches)):
+            beside[batch] = [near for near in self._near(batch) if batch not in beside.get(near, [])]
             sizes = [(seed, part * self.units) for seed in range(1, self.n_seeds + 1) for part in self.lengths]
             one, *others = (self._asked(batch, *size) for size in sizes)
-            twins = (self._asked(batch, *sizes[0], *change) for change in self._changes(batch, sizes[0][1]))
+            changes = self._changes(batch, sizes[0][1], beside[batch])
+            twins = (self._asked(batch, *sizes[0], *change) for change in changes)
             runs += [one, *twins, *others]
         return runs
 
@@ -133,18 +135,17 @@ class Plan:
         rate = values["lr"] if self.rates else None
         return Asked(values["batch"], values["seed"], units, rate, words, folder, changed, value, before)
 
-    def _changes(self, batch: float, units: float) -> list[tuple[str, float | None]]:
+    def _changes(self, batch: float, units: float, beside: Sequence[float]) -> list[tuple[str, float | None]]:
         """Other values of placeholders, so far away that no script which uses them has the same losses.
 
-        Those at the reference show whether the script uses a placeholder at all. Those at the largest batch show
-        whether it uses it so far up: where the script has a limit, values beyond it are the same.
+        Those at the reference show whether the script uses a placeholder at all. A rate at the largest batch, and a
+        batch beside each one, show whether it uses them there: a script may have a limit, or round what it is given.
         """
         now = dict.fromkeys(PLACEHOLDERS, 0.0) | {"lr": 0.01} | self._values(batch, units)
-        half, others = self.batches[-1] / 2, list[tuple[str, float | None]]()
+        others = list[tuple[str, float | None]]()
         if batch == self.reference:
             others += [
                 (AGAIN, None),
-                ("batch", min(each for each in self.batches if each != batch)),
                 *([("seed", 2)] if self.n_seeds == 1 else []),  # otherwise the second seed's branch shows it
                 ("lr", _HARDLY * now["lr"]),
                 ("units", units / 4),
@@ -154,11 +155,25 @@ class Plan:
                 ("eps", now["eps"] + 1),  # far above what an average of squared gradients comes to
                 ("weight_decay", now["weight_decay"] + 0.1 / now["lr"]),  # a tenth of the weights with each step
             ]
-        if batch == self.batches[-1]:  # half of it, where the script can take that as it takes the smallest
-            below = max(self.batches[-2], half if half % self.batches[0] == 0 else 0.0)
-            others += [("lr", 2 * now["lr"]), *([("batch", below)] if below != self.reference else [])]
+        if batch == self.batches[-1]:
+            others += [("lr", 2 * now["lr"])]
+        others += [("batch", near) for near in beside]
         used = {AGAIN, *used_placeholders(self.command)}
         return [change for change in dict.fromkeys(others) if change[0] in used]
+
+    def _near(self, batch: float) -> Sequence[float]:
+        """What a batch is compared with: the next smaller one, or the next larger one of the smallest.
+
+        A script that takes the smallest takes multiples of it. Twice the smallest may be nearer, and half the largest.
+        A batch that is no multiple may be rounded to one.
+        """
+        smallest, second, *_ = self.batches
+        below = self.batches[self.batches.index(batch) - 1]
+        if batch == smallest:
+            return [min(2 * smallest, second)]
+        if part := batch % smallest:
+            return [max(below, batch - part), batch - part + smallest]
+        return [max(below, batch / 2) if batch == self.batches[-1] and batch / 2 % smallest == 0 else below]
 
     def _values(self, batch: float, units: float) -> dict[str, Any]:
         """Values of placeholders, but for the seed and the folder."""

@@ -177,7 +177,7 @@ class Twins:
             beyond = next(units for units in self._seen[twin].curve.units if units > twin.units + twin.batch)
             said = f"it should end after {count(twin.units)} units, and trains on for {count(beyond)} or more"
         if of.batch != self._first.batch:
-            remedy = f"at batch {of.batch:g} a limit of its own seems to hold, so have it use the value as it is"
+            remedy = f"at batch {of.batch:g} it seems to have a limit, or to round, so have it use the value as it is"
         leave = "" if name in ("batch", "seed") else f", or leave {{{name}}} out"
         return f"the script ignores {{{name}}}: {_change(twin)} {said}: {remedy}{leave}"
 
