@@ -19,7 +19,7 @@ from evidence.sweep import SURE
 from evidence.tasks import OPTIMIZERS, TASKS, Units
 from evidence.training import Training
 from evidence.work import Arguments, Study
-from sonde.decision.rate_rules import DECAYED, FALLING, rate_factor, rule_in_words
+from sonde.decision.rate import DECAYED, FALLING, rate_factor, rule_in_words
 from sonde.evidence.branches import Branch, Branches
 from sonde.evidence.stats.loss_curves import Curve
 from sonde.stats.intervals import RatioInterval

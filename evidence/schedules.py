@@ -21,7 +21,7 @@ from evidence.replicas import Replicas, orthogonal
 from evidence.tasks import MUON_MOMENTUM, Task, make_optimizers, task
 from evidence.training import Training
 from evidence.work import Arguments, Study
-from sonde.decision.rate_rules import rate_factor
+from sonde.decision.rate import rate_factor
 from sonde.schedule.batch_schedule import BatchSchedule
 
 START, LARGEST, MICRO = 8, 64, 4

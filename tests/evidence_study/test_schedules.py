@@ -28,7 +28,7 @@ from evidence.training import Training
 from evidence.work import Store
 
 import sonde
-from sonde.schedule.rates import usual_rule_of
+from sonde.schedule.scaled_rate import usual_rule_of
 
 MLP = Setting(task("mlp"), "adamw", units=4096)
 

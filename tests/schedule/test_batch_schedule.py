@@ -81,7 +81,7 @@ def test_the_log_replays_every_decision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interrupted", [40, 45])
 def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupted: int) -> None:
-    """Also where a decision is due right after the checkpoint, and where micro-batches are owed a step of the rate."""
+    """Also where a decision is due right after the checkpoint."""
 
     def run(parts: list[range]) -> tuple[list[int], Tensor, Any]:
         counts: list[int] = []
@@ -89,7 +89,7 @@ def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_interrupted(interrupt
         states: Any = None
         for windows in parts:
             model, optimizer, probe = made()
-            schedule = BatchSchedule(probe, **OPTIONS, rule="linear", counts=(2, 5, 8))
+            schedule = BatchSchedule(probe, **OPTIONS, rule="linear")
             rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
             schedule.scale_lr(optimizer, rate)
             if states is not None:
@@ -159,9 +159,7 @@ def test_a_larger_micro_batch_is_as_good_as_more_of_them() -> None:
         ({"largest": 4.5}, "micro-batches must be a whole number from 1 up, got 4.5"),
         ({"every": 0}, "every must be a whole number of windows from 1 up"),
         ({"rule": "square"}, "the rule of the rate must be sqrt"),
-        ({"counts": [2, 3]}, "counts must be whole numbers, with smallest and largest"),
-        ({"counts": 8}, "with smallest and largest, 2 and 8, got 8"),
-        ({"counts": [2, 3.7, 8]}, "with smallest and largest, 2 and 8, got [2, 3.7, 8]"),
+        ({"rule": {2: 1.0}}, "the rule of the rate must be sqrt"),
         ({"probe": None}, "as sonde.attach has returned it, got None: attach first"),
     ],
 )

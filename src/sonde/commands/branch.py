@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from tyro.conf import UseAppendAction, arg
 
 from sonde.commands.branch_result import print_json, print_result, result_of_all
-from sonde.decision.rate_rules import DECAYED, FALLING, WITH_DECAY
+from sonde.decision.rate import DECAYED, FALLING, WITH_DECAY
 from sonde.evidence.branches import Branch, Branches, Proxy
 from sonde.evidence.shell_losses import LossSource, noise_scales, unit_of
 from sonde.evidence.shell_plan import ADAM, Asked, Plan, check_command, rates_of, used_placeholders

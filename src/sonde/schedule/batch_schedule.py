@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from sonde.batch_size.probe import NoiseScaleProbe
 from sonde.batch_size.stats.window_row import SolvedWindow
 from sonde.console import tell
+from sonde.decision.rate import parsed_rule
 from sonde.parallel.process_groups import gather_objects, n_summed
 from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import ReportSection
 from sonde.record_values import spacing, whole_number
-from sonde.schedule.rates import RateRule, factor_at, usual_rule_of
-from sonde.schedule.scaled_rate import RateAt, ScaledRate
+from sonde.schedule.scaled_rate import RateAt, ScaledRate, usual_rule_of
 from sonde.schedule.stats.batch_rule import (
-    POWERS_OF_TWO,
     BatchRule,
     BatchState,
     Decision,
@@ -53,14 +52,12 @@ class BatchSchedule:
 
     Args:
         probe: attached to the model.
-        largest: most micro-batches of a window on each rank.
+        largest: most micro-batches of a window on each rank. It has powers of two times `smallest`.
         smallest: micro-batches of the first windows, those that the optimizer's own rate is right for.
         ratio: batch over B_simple that is aimed at. Larger ones save more steps, and cost more units.
-        counts: "powers of two" times `smallest`, or all numbers of micro-batches that are allowed.
         pause: measured windows after a change before the next.
-        rule: how the rate follows the batch: "sqrt", "linear", "adam", "none",
-            "sgd=120", or multiples by micro-batches of a window. By default "sqrt"; for SGD "sgd=N", with N the lower
-            end of the noise scale when the batch last changed.
+        rule: how the rate follows the batch: "sqrt", "linear", "none", "sgd=120". By default "sqrt"; for SGD
+            "sgd=N", with N the lower end of the noise scale when the batch last changed.
         every: windows between two decisions; more in long runs, and where fewer windows are measured.
         on_change: called with the `Decision` whenever the batch changes, to set what `scale_lr` does not.
         verbose: print each change on standard error, on the first rank.
@@ -108,9 +105,8 @@ class BatchSchedule:
         largest: int,
         smallest: int = 1,
         ratio: float = 0.5,
-        counts: Literal["powers of two"] | Collection[int] = POWERS_OF_TWO,
         pause: int = 8,
-        rule: RateRule | None = None,
+        rule: str | None = None,
         every: int = 10,
         on_change: Callable[[Decision], object] | None = None,
         verbose: bool = True,
@@ -122,12 +118,12 @@ class BatchSchedule:
             )
         self._probe, self._rate_rule, self._on_change, self._verbose = probe, rule, on_change, verbose
 
-        def checked() -> tuple[BatchRule, int, RateRule | None]:
+        def checked() -> tuple[BatchRule, int, str | None]:
             if rule is not None:
-                factor_at(rule, 1, 1)
+                parsed_rule(rule)
             whole_number("every must be a whole number of windows", every)
             first, last = (whole_number("micro-batches must be a whole number", n) for n in (smallest, largest))
-            return BatchRule(first, last, ratio, counts, pause), every, rule
+            return BatchRule(first, last, ratio, pause), every, rule
 
         of_ranks = gather_objects(probe.ranks, checked)
         _check_same(of_ranks)
@@ -141,8 +137,8 @@ class BatchSchedule:
         """The last window whose size was compared with the schedule's."""
         self._n_unlike: int | None = None
         """Windows in a row that were unlike it; None once one was like it."""
-        self._stepped, self._owed = probe.n_windows, 0
-        """The last window for which a schedule of the rate was stepped; micro-batches that make no whole step yet."""
+        self._stepped = probe.n_windows
+        """The last window for which a schedule of the rate was stepped."""
         self._steps_lr: list[Any] = []
         """Schedules of the rate that `step_lr` steps."""
         self._by_loop: dict[Any, tuple[int, int] | None] = {}
@@ -256,7 +252,7 @@ class BatchSchedule:
                 itself.
 
         Raises:
-            ValueError: for a rule that has no answer for an allowed count, and a schedule of the rate that was not
+            ValueError: for an optimizer without hooks or without a rate, and a schedule of the rate that was not
                 passed.
         """
         optimizer = unwrap_optimizer(optimizer)
@@ -267,14 +263,14 @@ class BatchSchedule:
             raise ValueError(_COUNTS_STEPS.format(unit=self._unit))
         rule = usual_rule_of([optimizer]) if self._rate_rule is None else self._rate_rule
 
-        def at(n: int | None = None) -> RateAt:
-            """In units, as the noise scale of a rule is; a table has micro-batches."""
-            each = 1.0 if isinstance(rule, Mapping) else self._units_per_micro_batch or 1.0
+        def at() -> RateAt:
+            """In units, as the noise scale of a rule is."""
+            each = self._units_per_micro_batch or 1.0
             is_capped = self._rate_rule is None and rule == "linear" and self._state.noise_scale
             now = f"sgd={self._state.noise_scale}" if is_capped else rule
-            return now, each * (n or self._state.micro_batches), each * self.batch_rule.smallest
+            return now, each * self._state.micro_batches, each * self.batch_rule.smallest
 
-        self._rates.append(ScaledRate(optimizer, at, map(at, self.batch_rule.allowed)))
+        self._rates.append(ScaledRate(optimizer, at))
         if hasattr(scheduler, "last_epoch") and not _follows_loss(scheduler):
             self._by_loop[scheduler] = None
 
@@ -304,8 +300,7 @@ class BatchSchedule:
             )
         self._by_loop = {each: began for each, began in self._by_loop.items() if each not in given}
         n_windows, self._stepped = self._probe.n_windows - self._stepped, self._probe.n_windows
-        due, self._owed = divmod(self._owed + n_windows * self._state.micro_batches, self.batch_rule.smallest)
-        for _ in range(due):
+        for _ in range(n_windows * self._state.micro_batches // self.batch_rule.smallest):
             for each in lr_schedulers:
                 each.step()
 
@@ -324,7 +319,7 @@ class BatchSchedule:
                 "what": self._identity(),
                 "state": asdict(self._state),
                 "of_rank": self._units_per_micro_batch and self._units_per_micro_batch / n_summed(self._probe.ranks),
-                "counts": [self._probe.n_windows, self._due_at, self._stepped, self._owed],
+                "counts": [self._probe.n_windows, self._due_at, self._stepped],
             }
         )
 
@@ -340,7 +335,7 @@ class BatchSchedule:
         self._state = BatchState(**contents["state"])
         # A micro-batch of all ranks together has as many times the units as there are times the ranks.
         self._units_per_micro_batch = contents["of_rank"] and contents["of_rank"] * n_summed(self._probe.ranks)
-        _, self._due_at, self._stepped, self._owed = contents["counts"]
+        _, self._due_at, self._stepped = contents["counts"]
         self._seen, self._n_unlike = self._probe.window(), 0
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,8 +349,7 @@ class BatchSchedule:
         return contents
 
     def _identity(self) -> dict[str, object]:
-        rule = asdict(self.batch_rule) | {"counts": list(self.batch_rule.allowed), "rule": str(self._rate_rule)}
-        return {"probe": type(self).__name__} | rule
+        return {"probe": type(self).__name__, "rule": str(self._rate_rule)} | asdict(self.batch_rule)
 
 
 def _follows_loss(scheduler: Any) -> bool:

@@ -13,13 +13,10 @@ run then has both ends, and the lower one of the two lower ends decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 from sonde.wording import number
 
-POWERS_OF_TWO: Literal["powers of two"] = "powers of two"
 _PASSED_BY = 1.1
 """Times that the lower end must pass the next batch."""
 
@@ -33,7 +30,6 @@ class BatchRule:
         largest: the count is never above it.
         ratio: batch over B_simple that is aimed at. At the critical batch size, training needs twice the fewest units:
             a half costs few of them.
-        counts: "powers of two" for smallest · 2ᵏ, or all counts that are allowed, smallest and largest among them.
         pause: measured windows after a change before the next, so that the noise scale of the new batch is heard.
 
     Raises:
@@ -43,7 +39,6 @@ class BatchRule:
     smallest: int
     largest: int
     ratio: float = 0.5
-    counts: Literal["powers of two"] | Collection[int] = POWERS_OF_TWO
     pause: int = 8
 
     def __post_init__(self) -> None:
@@ -57,25 +52,17 @@ class BatchRule:
                 f"ratio must be positive and pause 0 or more, got {self.ratio} and {self.pause}: ratio 1 aims at a "
                 "batch of B_simple"
             )
-        has_ends = isinstance(self.counts, Collection) and {self.smallest, self.largest} <= set(self.counts)
-        if self.counts != POWERS_OF_TWO and not (has_ends and all(n == int(n) for n in self.counts)):
-            raise ValueError(
-                f"counts must be whole numbers, with smallest and largest, {self.smallest} and {self.largest}, got "
-                f"{self.counts!r:.100}: list every number of micro-batches that is allowed"
-            )
 
     @property
     def allowed(self) -> tuple[int, ...]:
-        """All counts that a window may have, rising.
+        """All counts that a window may have, rising: powers of two times the smallest.
 
         Example:
-            >>> BatchRule(smallest=3, largest=20).allowed, BatchRule(2, 12, counts=(12, 2, 4)).allowed
-            ((3, 6, 12), (2, 4, 12))
+            >>> BatchRule(smallest=3, largest=20).allowed
+            (3, 6, 12)
         """
-        if self.counts == POWERS_OF_TWO:
-            n_doublings = (self.largest // self.smallest).bit_length()
-            return tuple(self.smallest << k for k in range(n_doublings))
-        return tuple(sorted({int(n) for n in self.counts if self.smallest <= n <= self.largest}))
+        n_doublings = (self.largest // self.smallest).bit_length()
+        return tuple(self.smallest << k for k in range(n_doublings))
 
 
 @dataclass(frozen=True)
