@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,17 +21,6 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit status that shells expect after Ctrl-C."""
 _STYLES = {"keep": "green", "holds": "green", "wait": "cyan", "unknown": "cyan", "collapses": "red"}
 """Colours of the frame of a verdict; yellow for all others."""
-
-
-class LastingConsole(Console):
-    """A console that goes silent when its reader is gone (`sonde demo | head`). rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """rich calls this. All later output is discarded, also the output at exit."""
-        self.quiet = True
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
-        os.close(devnull)
 
 
 def check_ranges(options: Any, *counts: str) -> None:

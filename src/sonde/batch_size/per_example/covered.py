@@ -107,10 +107,6 @@ class PerExampleSquares:
             )
         return {name: found[name] for name in self.names if name in found}
 
-    def totals(self) -> Tensor:
-        """|h_b|² over all covered parameters, [examples]. Say what `not_covered()` says beside it."""
-        return self.sq_norms.nansum(0)
-
 
 class Projections:
     """Random vectors that parameters share: u for rows, v for columns.

@@ -15,7 +15,6 @@ from tyro.conf import arg
 from sonde.demos.console import (
     INTERRUPTED,
     PANEL_WIDTH,
-    LastingConsole,
     check_ranges,
     choose_folder,
     conclude,
@@ -73,7 +72,7 @@ def run_entropy_demo(options: EntropyDemoOptions) -> int:
         FileExistsError: if the folder for log and report is not empty.
         ImportError: without TRL.
     """
-    console = LastingConsole(highlight=False)
+    console = Console(highlight=False)
     check_ranges(options, "steps", "every")
     folder = choose_folder(options.out)
     import sonde.integrations.trl  # before any output, since TRL may be missing

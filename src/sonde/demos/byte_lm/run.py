@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from sonde.demos.byte_lm.options import DemoOptions, decided
 from sonde.demos.byte_lm.task import find_sources
 from sonde.demos.byte_lm.train import train_rank
-from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, LastingConsole, choose_folder, conclude
+from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, choose_folder, conclude
 from sonde.log.sinks import RECORDS_NAME
 from sonde.runs.reader import read_run
 
@@ -39,7 +39,7 @@ def run_demo(options: DemoOptions) -> int:
         FileExistsError: when the folder for the log and the report is not empty.
         FileNotFoundError: when this Python has no source files to learn from.
     """
-    console = LastingConsole(highlight=False)
+    console = Console(highlight=False)
     sources = find_sources()
     folder = choose_folder(options.out)
     options = decided(options)

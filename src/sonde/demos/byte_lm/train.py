@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,6 @@ import sonde
 from sonde.batch_size.stats.columns import NOISE_SCALE
 from sonde.demos.byte_lm.options import DemoOptions
 from sonde.demos.byte_lm.task import ByteTransformer, draw_windows, find_sources, read_corpus, window_generator
-from sonde.demos.console import LastingConsole
 from sonde.stats.intervals import logged_interval
 from sonde.wording import count, number, percent
 
@@ -143,7 +143,7 @@ def rate_at(step: int, n_steps: int) -> float:
 
 def _shown(options: DemoOptions) -> Callable[[Mapping[str, float], int], None]:
     """Prints a line of a reading, a few seconds apart, and of the last one."""
-    last, console = time.monotonic(), LastingConsole(highlight=False)
+    last, console = time.monotonic(), Console(highlight=False)
 
     def show(metrics: Mapping[str, float], step: int) -> None:
         nonlocal last
