@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.advice_training import LOOKS, OPTIMIZERS, TASKS
 from benchmarks.machine import page
-from sonde.runs.facts import TRIAL_NAME
+from sonde.decision.kept_trial import TRIAL_NAME
 
 SEEDS = 3
 TIMES = (0.25, 4.0, 16.0)
@@ -120,6 +120,7 @@ def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | Non
         if curve is not None:
             (log / TRIAL_NAME).write_text(json.dumps(curve))
         decision = json.loads(run([*advise, *(tries if curve is None else ())]))
+        assert not any("is not used" in note for note in decision["notes"]), decision["notes"]
         tried = [batch, *(max(round(batch * factor), 1) for factor in TIMES)]
         plan = next(iter(decision["advice"].values()))["best"]
         advised = batch if plan is None else round(plan["batch"])
@@ -149,7 +150,7 @@ def case_of(task: str, optimizer: str, seed: int, curve: Mapping[str, Any] | Non
 
 def judged(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The page's tables."""
-    rows, near, within, close = [], [], [], []
+    rows, near, within, within_both, close = [], [], [], [], []
     by_case: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for each in results:
         by_case.setdefault((each["task"], each["optimizer"]), []).append(each)
@@ -163,10 +164,10 @@ def judged(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             for size, of in r["batches"].items():
                 if base and int(size) in times and int(size) != TASKS[task].batch:
                     predicted, measured = of["said"]["time"]["middle"], times[int(size)] / base
+                    holds = of["said"]["time"]["low"] <= measured <= of["said"]["time"]["high"]
+                    (within if predicted else within_both).append(holds)
                     if predicted:
                         near.append(abs(predicted / measured - 1) <= CLOSE)
-                        holds = of["said"]["time"]["low"] <= measured <= of["said"]["time"]["high"]
-                        within.append(holds)
                         said.append(f"{size}: {predicted:.2f} / {measured:.2f}")
             fastest = min(times.values(), default=math.nan)
             advised = times.get(r["advised"], math.nan)
@@ -180,7 +181,8 @@ def judged(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     n_ended = sum("as the reference" in row for row in rows)
     yield (
         f"- time to the reference's loss within {CLOSE:.0%} of the measured: {sum(near)} of {len(near)}; inside the "
-        f"range that is said: {sum(within)} of {len(within)}"
+        f"range that is said: {sum(within)} of {len(within)}; between both ends, of sizes that were not tried: "
+        f"{sum(within_both)} of {len(within_both)}"
     )
     yield f"- the advised batch within {NEAR_FASTEST} times the fastest that was tried: {sum(close)} of {len(close)}"
     yield f"- the advised batch, after as many steps as said, ends no higher than the seeds: {n_ended} of {len(rows)}"

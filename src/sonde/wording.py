@@ -91,7 +91,8 @@ def in_units(middle: float | None, low: float | None, high: float | None, unit: 
         ('38.1 sequences [31.2 – 46.9]', 'more than 120 sequences')
     """
     if middle is not None:
-        return f"{number(middle)} {unit} [{number(low)} – {number(high)}]"
+        of = unit.removesuffix("s") if number(middle) == "1" else unit
+        return f"{number(middle)} {of} [{number(low)} – {number(high)}]"
     return f"{interval(low, high)} {unit}"
 
 

@@ -190,3 +190,65 @@ GRADIENTS_BY_HAND = PLAIN.replace(
         for p, gradient in zip(model.parameters(), gradients):
             p.grad = gradient if p.grad is None else p.grad + gradient""",
 )
+
+COMPILED = """
+import os, torch
+from torch import nn
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.act = nn.Linear(8, 8), nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.line(x))
+
+
+class Broken(Whole):
+    def forward(self, x):
+        y = self.line(x)
+        torch._dynamo.graph_break()
+        return self.act(y)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 1)
+        self.parts = nn.ModuleList([Broken() if n % 4 == 0 else Whole() for n in range(12)])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return self.out(x)
+
+
+def graphs():
+    found = []
+
+    def backend(graph, inputs):
+        found.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    whole, model = nn.Linear(8, 1), Model()
+    optimizer = torch.optim.SGD([*whole.parameters(), *model.parameters()], lr=0.1)
+    loss, compiled = torch.compile(lambda x: whole(x).mean(), backend=backend), torch.compile(model, backend=backend)
+    for rows in (8, 4, 8):
+        for _ in range(3):
+            x = torch.randn(rows, 8)
+            (loss(x) + compiled(x).mean()).backward()
+        optimizer.step()
+    return found
+
+
+print(graphs())
+if "SONDE_TRIAL" not in os.environ:
+    os.environ["SONDE_TRIAL"] = "late"
+    from sonde.commands.trial.in_script import StepTimes
+
+    StepTimes()
+    print(graphs())
+"""
+"""Prints how many graphs are compiled; the second time, with the steps timed."""

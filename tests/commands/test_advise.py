@@ -16,6 +16,7 @@ from torch import nn
 import sonde
 from sonde.batch_size.last_words import decision_of, said_at_end
 from sonde.cli import main
+from sonde.decision.kept_trial import TRIAL_NAME, trial_text
 from sonde.decision.proxy import FACTORS, IN_RL, OF_BRANCHES
 from sonde.log.sinks import JsonlSink
 from sonde.runs.report.verdicts import verdict_panels
@@ -23,7 +24,7 @@ from sonde.runs.report.write import write_report
 from sonde.runs.watch.follow import FollowedRun
 from sonde.runs.watch.terminal import terminal_view
 from tests.batch_size.loops import attached, batch, mean_loss
-from tests.decision.known import ADAMW
+from tests.decision.known import ADAMW, tried
 from tests.runs.report.plausible_policy import policy_header, policy_record
 from tests.runs.report.plausible_run import Record, header_record, reading_record, with_metrics, write_run, written
 from tests.runs.report.visible_text import visible_text
@@ -104,6 +105,10 @@ def test_the_last_line_of_a_run_is_what_advise_says_of_its_log(
             optimizer.zero_grad()
         reading = probe.reading()
         lines, decision = said_at_end(probe, reading), decision_of(probe, reading)
+        (tmp_path / TRIAL_NAME).write_text(trial_text(tried((2, 0.010), (8, 0.010)), decision.facts))
+        with_a_trial = decision_of(probe, reading)
+    assert with_a_trial.sentence == asked(capsys, str(tmp_path))["sentence"] != decision.sentence
+    (tmp_path / TRIAL_NAME).unlink()
     setup = sonde.read_run(tmp_path).header.setup
     assert (setup["trainer"], setup["optimizer_settings"][0]["betas"]) == ("Megatron", [0.9, 0.95])
     found = asked(capsys, str(tmp_path))

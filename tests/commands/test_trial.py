@@ -20,6 +20,7 @@ from sonde.commands.trial.start import Pace, Size, sizes_of, try_sizes
 from sonde.decision.facts import Facts
 from sonde.decision.law import Range, exactly
 from sonde.decision.time_curve import TimeCurve
+from tests.commands.rare_scripts import COMPILED
 from tests.decision.known import facts
 from tests.runs.report.plausible_run import header_record, write_run
 
@@ -119,67 +120,6 @@ while True:
     optimizer.zero_grad()
 """
 
-COMPILED = """
-import os, torch
-from torch import nn
-
-
-class Whole(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.act = nn.Linear(8, 8), nn.GELU()
-
-    def forward(self, x):
-        return self.act(self.line(x))
-
-
-class Broken(Whole):
-    def forward(self, x):
-        y = self.line(x)
-        torch._dynamo.graph_break()
-        return self.act(y)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(8, 1)
-        self.parts = nn.ModuleList([Broken() if n % 4 == 0 else Whole() for n in range(12)])
-
-    def forward(self, x):
-        for part in self.parts:
-            x = part(x)
-        return self.out(x)
-
-
-def graphs():
-    found = []
-
-    def backend(graph, inputs):
-        found.append(len(graph.graph.nodes))
-        return graph.forward
-
-    torch.compiler.reset()
-    whole, model = nn.Linear(8, 1), Model()
-    optimizer = torch.optim.SGD([*whole.parameters(), *model.parameters()], lr=0.1)
-    loss, compiled = torch.compile(lambda x: whole(x).mean(), backend=backend), torch.compile(model, backend=backend)
-    for rows in (8, 4, 8):
-        for _ in range(3):
-            x = torch.randn(rows, 8)
-            (loss(x) + compiled(x).mean()).backward()
-        optimizer.step()
-    return found
-
-
-print(graphs())
-if "SONDE_TRIAL" not in os.environ:
-    os.environ["SONDE_TRIAL"] = "late"
-    from sonde.commands.trial.in_script import StepTimes
-
-    StepTimes()
-    print(graphs())
-"""
-
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -193,10 +133,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "PACE", QUICK)
 
 
-def log(folder: Path, *, ranks: int = 1, pieces: int = 4) -> Path:
+def log(folder: Path, *, ranks: int = 1, pieces: int = 4, n_readings: int = 60) -> Path:
     """Of 600 steps of 64 rows, with B_crit near 42."""
-    setup = header_record()["setup"] | {"ranks": ranks}
-    return write_run(folder, header=header_record(setup=setup, unit="rows"), pieces={"per_window": pieces})
+    header = header_record(setup=header_record()["setup"] | {"ranks": ranks}, unit="rows")
+    return write_run(folder, n_readings, header=header, pieces={"per_window": pieces})
 
 
 def tried(
@@ -238,6 +178,16 @@ def test_a_script_whose_times_are_known(
     assert json.loads(capsys.readouterr().out) == found
 
 
+def test_of_several_logs_the_trial_is_kept_beside_the_one_that_is_gone_on_from(
+    tmp_path: Path, script: str, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shorter run came down as far in less time."""
+    runs = [log(tmp_path / str(n), pieces=1, n_readings=n) for n in (60, 40)]
+    command = [sys.executable, script, "--batch", "{batch}", "--out", "{out}"]
+    assert main(["advise", *map(str, runs), "--json", "--try", "--", *command]) == 0
+    assert [(run / "trial.json").exists() for run in runs] == [False, True]
+
+
 def test_a_time_that_falls_is_tried_once_more_and_the_faster_try_counts(script: str) -> None:
     """A machine is busy for a while, or is not: that only adds to a time."""
     Path(script).with_name("busy").unlink(missing_ok=True)
@@ -267,6 +217,15 @@ def test_an_end_of_memory_is_the_end_of_the_curve(script: str) -> None:
     assert [t.micro_batch for t in curve.timings] == [16]
     assert (curve.too_large, curve.largest) == (64, 16)
     assert said[1:] == ["64 rows: out of memory, so nothing larger is tried"]
+
+
+def test_an_end_of_the_data_is_the_end_of_the_curve(script: str) -> None:
+    """With 50 rows of data, no step is of 256."""
+    said: list[str] = []
+    curve = tried(script, "small data", (12, 48, 256), said=said)
+    assert [t.micro_batch for t in curve.timings] == [12, 48]
+    assert (curve.too_large, curve.largest) == (256, 48)
+    assert said[2] == "256 rows: a step takes in less data than that, so nothing larger is tried"
 
 
 def test_a_size_that_never_fits_is_refused(script: str) -> None:
@@ -334,15 +293,7 @@ def test_a_refused_trial_writes_nothing_over(
 ) -> None:
     run = log(tmp_path / "run", ranks=2, pieces=2)
     before = (run / "records.jsonl").read_bytes()
-    (run / "trial.json").write_text("{")
     command = [sys.executable, script, "--batch", "{batch}"]
-    for argv, said in (
-        ([], "trial.json is damaged, or of another version: remove it, and start the"),
-        (["--try", "--", *command], "trial.json is damaged, or of another version: remove it, and start the"),
-    ):
-        assert main(["advise", str(run), *argv]) == 2
-        assert said in capsys.readouterr().err
-    (run / "trial.json").unlink()
     for argv, said in (
         (["--try"], "--try goes with a script after two dashes: sonde advise RUN --try -- python train.py"),
         (["--", *command], "--try goes with a script after two dashes: sonde advise RUN --try -- python train.py"),

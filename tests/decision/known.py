@@ -47,10 +47,12 @@ def ranges(draw: st.DrawFn) -> Range:
 
 @st.composite
 def curves(draw: st.DrawFn, micro: float, accumulation: int, ranks: int) -> TimeCurve:
-    """The present step alone; or further sizes beside it, perhaps with what is beside, and with the end of memory."""
+    """The present step alone; or further sizes beside it, or without it, perhaps with what is beside, and with the end
+    of memory.
+    """
     of_micro, beside = draw(st.floats(1e-3, 1)), draw(st.floats(0, 1))
     known = beside if draw(st.booleans()) else None
-    timings, size = [], float(micro)
+    timings, size = [], float(micro * draw(st.sampled_from([1, 1, 1, 4])))
     for rise in (1.0, *draw(st.lists(st.floats(1.0, 4.0), max_size=3))):
         of_micro *= rise
         timings.append(Timing(size, accumulation, ranks, accumulation * of_micro + beside, known))
@@ -64,13 +66,15 @@ def curves(draw: st.DrawFn, micro: float, accumulation: int, ranks: int) -> Time
 def ends_of(present: Present, critical: Range, split: tuple[int, int, int], batch: float) -> tuple[list[float], ...]:
     """Steps, and time over that of the present plan, at each end of B_crit and each end of the time of a step."""
     ranks, accumulation, micro = split
-    now = present.step_time
-    step, _ = present.curve.of_step(micro, accumulation, ranks)
+    now, (step, _) = present.step_time, present.curve.of_step(micro, accumulation, ranks)
+    ratios = (step.low / now.high, step.high / now.low)
+    if split == (present.ranks, present.accumulation, present.micro_batch):
+        ratios = (1.0, 1.0)
     steps, times = [], []
     for c in (critical.low, critical.high):
         part = present.batch / batch if math.isinf(c) else (1 + c / batch) / (1 + c / present.batch)
         steps.append(present.steps * part)
-        times += [part * end / now for end in (step.low, step.high)]
+        times += [part * ratio for ratio in ratios]
     return steps, times
 
 

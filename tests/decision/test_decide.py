@@ -64,7 +64,7 @@ def sure_plans(known: Facts, wanted: Wanted, advice: Advice) -> dict[float, floa
             step, likely = now.curve.of_step(split[2], split[1], split[0])[0], max(ends)
             if critical.middle is not None:
                 part = (1 + critical.middle / size) / (1 + critical.middle / now.batch)
-                likely = price * part * step.high / now.step_time
+                likely = price * part * step.high / now.step_time.low
             costs.append((max(ends), likely))
         if costs and min(costs)[0] < 1 and min(costs)[1] <= 0.9:
             sure[size] = min(costs)[1]
@@ -150,7 +150,9 @@ def test_one_device_is_told_what_a_larger_batch_costs_on_it() -> None:
     steps = of_64.steps.likely / 1000
     assert (of_64.better.likely, of_64.worse.likely) == (pytest.approx(steps), pytest.approx(4 * steps))
     assert "if this device is not full, and" in found.sentence
-    assert decide(known, logs=[Path("a")]).command == "sonde advise a --try -- python train.py --batch {batch}"
+    assert (
+        decide(known, logs=[Path("a")]).command == "sonde advise a --try -- python train.py --batch {batch} --out {out}"
+    )
     measured = tried((16, 0.010), (64, 0.0111), (256, 0.020))
     after = decide(dataclasses.replace(known, curve=measured))
     assert after.kind == "larger"
@@ -165,7 +167,9 @@ def test_a_batch_that_is_far_too_large_is_timed_first_too() -> None:
     maybe = found.leading.maybe
     assert maybe is not None
     assert maybe.batch < 4096
-    empty, full = re.findall(r"takes (.*?) times the time if this.*, and (.*?) of the time if it is", found.sentence)[0]
+    empty, full = re.findall(
+        r"takes (.*?) times the time of 4,096 if this.*, and (.*?) of that time if it is", found.sentence
+    )[0]
     assert float(empty.split()[0]) > 1
     assert "%" in full
 

@@ -100,7 +100,10 @@ def test_sizes_that_differ_within_a_log_are_a_curve(tmp_path: Path) -> None:
         ({"batch": 0.0}, "batch must be positive"),
         ({"batch": math.inf}, "batch must be positive"),
         ({"ranks": 0}, "ranks must be positive"),
+        ({"ranks": 2.5}, "ranks must be a whole number, got 2.5"),
+        ({"effective": 0.0}, "effective must be positive"),
         ({"now": RatioInterval("resolved", 1.0, math.nan, ratio=2.0)}, "a noise scale must be 0 or more"),
+        ({"average": RatioInterval("resolved", 30.0, 10.0, ratio=20.0)}, "a noise scale must be .* between its ends"),
     ],
 )
 def test_facts_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:
@@ -118,13 +121,3 @@ def test_a_checkpoint_has_no_time_and_no_run(tmp_path: Path) -> None:
 def test_batch_norms_forbid_smaller_micro_batches(tmp_path: Path) -> None:
     header = header_record(setup=header_record()["setup"] | {"batch_norms": 3})
     assert "batch normalisation" in log_of(tmp_path, [(64.0, 8, 120.0)] * 20, header=header).needs_batch
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema": 2, "timings": [], "too_large": null}']
-)
-def test_a_damaged_trial_is_a_sentence_with_the_way_out(tmp_path: Path, text: str) -> None:
-    log_of(tmp_path, [(64.0, 8, 120.0)] * 20)
-    (tmp_path / "trial.json").write_text(text)
-    with pytest.raises(ValueError, match=r"trial\.json is damaged, or of another version: remove it"):
-        facts_of_run(read_run(tmp_path))

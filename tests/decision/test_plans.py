@@ -33,10 +33,11 @@ def test_costs_are_those_of_a_naive_computation(present: Present, critical: Rang
     steps, times = ends_of(present, critical, (plan.ranks, plan.accumulation, plan.micro_batch), plan.batch)
     expected = {"steps": steps, "units": [n * plan.batch for n in steps], "time": times}
     expected["rank_time"] = [time * plan.ranks / present.ranks for time in times]
-    seconds = present.steps * present.step_time
-    expected["seconds"] = [time * seconds for time in times]
+    step, _ = present.curve.of_step(plan.micro_batch, plan.accumulation, plan.ranks)
+    expected["seconds"] = [n * end for n in steps for end in (step.low, step.high)]
     if present.cost_per_hour is not None:
-        expected["money"] = [time * seconds / 3600 * present.cost_per_hour for time in expected["rank_time"]]
+        price = plan.ranks / present.ranks / 3600 * present.cost_per_hour
+        expected["money"] = [price * seconds for seconds in expected["seconds"]]
     for name, ends in expected.items():
         found: Range = getattr(plan, name)
         assert (found.low, found.high) == (pytest.approx(min(ends)), pytest.approx(max(ends))), name

@@ -88,6 +88,13 @@ def test_a_contradiction_is_said_and_the_range_covers_it() -> None:
     assert not any("contradict" in note for note in agree.notes)
 
 
+def test_the_run_that_is_gone_on_from_is_named() -> None:
+    curve = tried((16, 0.010), (64, 0.012), (256, 0.020))
+    runs = [facts(16, noise, 900.0, name=name, curve=curve) for name, noise in (("a", 100.0), ("b", 300.0))]
+    assert decide(pool(runs)).sentence.endswith(" of the time. Change b too, from here on.")
+    assert decide(runs[0]).sentence.endswith(" of the time. Change this run too, from here on.")
+
+
 def test_four_logs_of_one_model_give_one_next_run() -> None:
     """The run that came down to the common loss first is gone on from, and every log's time is a size of the curve."""
     times = {4: 0.0100, 8: 0.0104, 16: 0.0110, 64: 0.0150}

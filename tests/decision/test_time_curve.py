@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sonde.decision.law import exactly
-from sonde.decision.time_curve import TimeCurve, Timing, curve_as_json, curve_of_json
+from sonde.decision.time_curve import TimeCurve, Timing
 
 seconds = st.floats(1e-4, 10.0)
 few = st.integers(1, 8)
@@ -122,49 +120,3 @@ def test_the_nearest_number_of_ranks_stands_for_another() -> None:
     found = [curve.of_step(8, 1, ranks) for ranks in (1, 2, 4, 8, 64)]
     assert [step.middle for step, _ in found] == [0.010, 0.010, 0.016, 0.016, 0.016]
     assert [basis for _, basis in found] == ["measured", "modelled", "modelled", "measured", "modelled"]
-
-
-# In a file.
-
-
-@pytest.mark.parametrize("too_large", [256.0, math.inf])
-def test_a_curve_comes_back_from_its_file(too_large: float) -> None:
-    curve = TimeCurve((Timing(8, 1, 2, 0.1, 0.01, 1e9), Timing(32, 1, 2, 0.2)), too_large)
-    text = json.dumps(curve_as_json(curve), allow_nan=False)
-    assert curve_of_json(json.loads(text)) == curve
-
-
-def damaged() -> st.SearchStrategy[Any]:
-    """A file of a curve in which one value is another one, or is not there."""
-    good = curve_as_json(TimeCurve((Timing(8, 1, 2, 0.1, 0.01), Timing(32, 1, 2, 0.2, 0.01)), 128.0))
-    values = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "8", [], {}, math.nan, -math.inf])
-    paths = [
-        ("schema",),
-        ("timings",),
-        ("too_large",),
-        ("timings", 0),
-        *(("timings", 1, key) for key in vars(Timing(1, 1, 1, 1))),
-    ]
-
-    def put(path: tuple[Any, ...], value: Any) -> Any:
-        found = json.loads(json.dumps(good))
-        place = found
-        for name in path[:-1]:
-            place = place[name]
-        place[path[-1]] = value
-        return found
-
-    return st.builds(put, st.sampled_from(paths), values) | values
-
-
-@given(damaged())
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_a_damaged_file_is_refused_or_gives_times(found: Any) -> None:
-    try:
-        curve = curve_of_json(found)
-    except ValueError:
-        return
-    for size, accumulation, ranks in ((1, 1, 1), (8, 1, 2), (20, 3, 2), (1e6, 1, 8)):
-        times, _ = curve.of_step(size, accumulation, ranks)
-        assert 0 < times.low <= times.high < math.inf
-    assert curve.largest >= 1

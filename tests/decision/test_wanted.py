@@ -85,7 +85,7 @@ def test_what_cannot_be_wanted_is_refused(wanted: dict[str, Any], said: str) -> 
 
 def test_the_next_command_is_as_a_shell_reads_it_and_on_as_many_ranks() -> None:
     known = facts(64, 60_000.0, pieces=8.0, ranks=4)
-    command = "sonde advise 'runs/a b' --try -- torchrun --nproc-per-node 4 train.py --batch {batch}"
+    command = "sonde advise 'runs/a b' --try -- torchrun --nproc-per-node 4 train.py --batch {batch} --out {out}"
     assert decide(known, logs=[Path("runs/a b")]).command == command
     assert decide(known, logs=[Path("runs/a b"), Path("runs/c")]).command == command.replace("b' ", "b' runs/c ", 1)
 

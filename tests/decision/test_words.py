@@ -6,19 +6,16 @@ import dataclasses
 import math
 import re
 
-import pytest
-
 from sonde.decision.decide import Wanted, decide
 from sonde.decision.law import Range
 from sonde.decision.time_curve import TimeCurve, Timing
-from sonde.decision.words import over, part_in_words
-from sonde.wording import units
+from sonde.decision.words import part_in_words
 from tests.decision.known import facts, tried
 
 
 def test_costs_in_words() -> None:
     space = "\N{NO-BREAK SPACE}"
-    assert part_in_words(over(Range(68.0, 62.0, 75.0), Range(100.0, 100.0, 100.0))) == f"68{space}% [62 – 75] of"
+    assert part_in_words(Range(0.68, 0.62, 0.75)) == f"68{space}% [62 – 75] of"
     assert part_in_words(Range(1.4, 0.95, 2.0)) == "1.4 [0.95 – 2] times"
     assert part_in_words(Range(1.04, 1.01, 1.2)) == "1.04 [1.01 – 1.2] times"
     assert part_in_words(Range(0.5, 0.5, 0.5)) == f"50{space}% of"
@@ -27,25 +24,12 @@ def test_costs_in_words() -> None:
     assert part_in_words(Range(None, 0.9, math.inf)).endswith("times")
 
 
-@pytest.mark.parametrize(
-    ("n", "unit", "said"),
-    [
-        (1, "sequences", "1 sequence"),
-        (15.97, "sequences", "16 sequences"),
-        (127.8, "rows", "128 rows"),
-        (1536, "rows", "1,536 rows"),
-    ],
-)
-def test_a_batch_is_said_in_whole_numbers(n: float, unit: str, said: str) -> None:
-    assert units(n, unit) == said
-
-
 def test_the_sentence_has_the_numbers_of_the_plan() -> None:
     found = decide(facts(16, 500.0, curve=tried((16, 0.010), (64, 0.0111), (256, 0.020))))
     assert found.leading is not None
     plan, now = found.leading.best, found.leading.present
     assert plan is not None
-    parts = [part_in_words(over(each, of)) for each, of in ((plan.steps, now.steps), (plan.units, now.units))]
+    parts = [part_in_words(each.over(of)) for each, of in ((plan.steps, now.steps), (plan.units, now.units))]
     assert found.sentence.startswith(
         f"Start the next run with a batch of {plan.batch:,.0f} rows: it needs {parts[0]} the steps and {parts[1]} the "
         f"rows. It takes {part_in_words(plan.time)} the time."
@@ -57,7 +41,9 @@ def test_what_only_the_optimizers_update_leaves_in_doubt_is_not_laid_to_the_devi
     curve = TimeCurve((Timing(16, 1, 1, 0.010), Timing(32, 1, 1, 0.0183)))
     found = decide(facts(16, 20_000.0, curve=curve))
     assert found.kind == "time"
-    assert re.search(r"takes \d.* of the time if the optimizer's update takes much of a step, and ", found.sentence)
+    assert re.search(
+        r"takes \d.* of the time of 16 if the optimizer's update takes much of a step, and ", found.sentence
+    )
 
 
 def test_ranks_are_said_where_there_are_others() -> None:
@@ -74,7 +60,10 @@ def test_what_is_doubtful_is_said_with_both_ends() -> None:
     found = decide(facts(16, 1e9, pieces=4.0, optimizer="SGD (β = 0.9)", settings=()))
     assert found.kind == "time"
     assert found.sentence.startswith("Time it first: a batch of ")
-    assert f"{space}% of the time if this device is not full, and 100{space}% of the time if it is." in found.sentence
+    assert (
+        f"{space}% of the time of 16 if this device is not full, and 100{space}% of that time if it is."
+        in found.sentence
+    )
     assert any("A trial tells which." in note for note in found.notes)
 
 

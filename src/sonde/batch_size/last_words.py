@@ -13,6 +13,7 @@ from sonde.batch_size.stats.reading import NoiseScaleReading
 from sonde.console import tell
 from sonde.decision.decide import Decision, decide
 from sonde.decision.facts import facts_of
+from sonde.decision.kept_trial import with_trial
 
 _PATIENCE_AT_EXIT = 1.0
 """Seconds for which a process that ends waits for the other ranks' part in the last windows."""
@@ -25,8 +26,8 @@ def decision_of(probe: NoiseScaleProbe, reading: NoiseScaleReading) -> Decision:
         probe: that the reading is of.
         reading: the last one.
     """
-    folder = probe.run_log.folder
-    return decide(facts_of(**probe.known_of(reading)), logs=[] if folder is None else [folder])
+    facts, folder = facts_of(**probe.known_of(reading)), probe.run_log.folder
+    return decide(facts) if folder is None else decide(with_trial(facts, folder), logs=[folder])
 
 
 def said_at_end(probe: NoiseScaleProbe, reading: NoiseScaleReading) -> list[str]:

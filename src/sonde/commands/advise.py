@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +13,21 @@ from tyro.conf import Positional, arg
 
 from sonde.commands.branch_result import print_json, print_table
 from sonde.decision.decide import Advice, Aim, Decision, Wanted, decide
-from sonde.decision.facts import Facts
+from sonde.decision.kept_trial import TRIAL_NAME, trial_text
 from sonde.decision.law import Range
 from sonde.decision.plans import HOUR, Plan
 from sonde.decision.pool import pool
 from sonde.decision.rate import RateRow
-from sonde.decision.time_curve import curve_as_json
 from sonde.decision.trainers import SET_THEIR_RATES
 from sonde.evidence.answer import Row
 from sonde.evidence.shell_run import terminated_as_interrupted
-from sonde.runs.facts import TRIAL_NAME, facts_of_runs
+from sonde.runs.facts import facts_of_runs
 from sonde.runs.reader import read_run
 from sonde.runs.report.page import write_in_one_step
+from sonde.runs.run import Run
 from sonde.wording import number, units
 
-USAGE = "sonde advise RUN --try -- python train.py --batch {batch}"
+USAGE = "sonde advise RUN --try -- python train.py --batch {batch} --out {out}"
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,9 @@ class AdviseOptions:
         batch: Say how to set this batch, in place of the best one.
         trainer: The trainer, such as transformers or Megatron.
         try_: Time the steps of the script after the two dashes at some sizes of {batch}, or {micro_batch}: sonde advise
-            RUN --try -- python train.py --batch {batch}. It takes a minute or two. What was measured is kept with the
-            log. The script may overwrite its own checkpoints: to keep them, have it save to {out}, a temporary folder.
+            RUN --try -- python train.py --batch {batch} --out {out}. It takes a minute or two. What was measured is
+            kept with the log. The script may overwrite its own checkpoints: to keep them, have it save to {out}, a
+            temporary folder.
         json: Print JSON.
     """
 
@@ -82,10 +82,9 @@ def run_advise(options: AdviseOptions, command: Sequence[str] = ()) -> int:
     if len({path.resolve() for path in options.runs}) < len(options.runs):
         raise ValueError("a log is given twice, and would count twice: give each once")
     runs = [read_run(path) for path in options.runs]
-    facts = pool(facts_of_runs(runs))
     if options.try_ or command:
-        facts = _tried(facts, options, command)
-    found = decide(facts, wanted, logs=options.runs)
+        _try(runs, options, command)
+    found = decide(pool(facts_of_runs(runs)), wanted, logs=options.runs)
     if found.kind != "time":
         found = dataclasses.replace(found, command="")  # this is it
     remarks = " ".join(f"The log of {run.name}: {'; '.join(run.remarks)}." for run in runs if run.remarks)
@@ -96,8 +95,8 @@ def run_advise(options: AdviseOptions, command: Sequence[str] = ()) -> int:
     return 0
 
 
-def _tried(facts: Facts, options: AdviseOptions, command: Sequence[str]) -> Facts:
-    """The facts with a new time curve, which is kept beside the log.
+def _try(runs: Sequence[Run], options: AdviseOptions, command: Sequence[str]) -> None:
+    """Time the steps of a script, and keep the time curve beside the log of the run that is gone on from.
 
     Raises:
         ValueError: for --try without a script, or the other way round, and a script that cannot be tried.
@@ -107,6 +106,8 @@ def _tried(facts: Facts, options: AdviseOptions, command: Sequence[str]) -> Fact
     from sonde.commands.trial.start import check_command, sizes_of, try_sizes
 
     check_command(command)
+    all_facts = facts_of_runs(runs)
+    facts = pool(all_facts)
     if facts.why_none:
         raise ValueError(f"there is nothing to try yet: {facts.why_none}")
     critical = next(iter(facts.scopes.values())).critical
@@ -114,9 +115,8 @@ def _tried(facts: Facts, options: AdviseOptions, command: Sequence[str]) -> Fact
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     with terminated_as_interrupted():
         curve = try_sizes(command, sizes, unit=facts.unit, ranks=facts.ranks, say=console.print)
-    folder = next(path if path.is_dir() else path.parent for path in options.runs)
-    write_in_one_step(folder / TRIAL_NAME, json.dumps(curve_as_json(curve)))
-    return dataclasses.replace(facts, curve=curve)
+    base = next(run for run, each in zip(runs, all_facts, strict=True) if each.name == facts.name)
+    write_in_one_step(base.path.parent / TRIAL_NAME, trial_text(curve, facts))
 
 
 # In the terminal.

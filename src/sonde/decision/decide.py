@@ -18,7 +18,7 @@ from sonde.decision.facts import RUN_LIKE_THIS, Facts, Scope
 from sonde.decision.law import Range
 from sonde.decision.plans import Plan, Present, plan_of, plans_of
 from sonde.decision.rate import RateRow, rate_row, why_no_rule
-from sonde.decision.time_curve import TimeCurve, Timing, nearly_whole
+from sonde.decision.time_curve import TimeCurve, Timing
 from sonde.decision.trainers import SET_THEIR_RATES, in_trainer, trainer_named
 from sonde.wording import number
 
@@ -269,7 +269,7 @@ def _smallest_of_fast(costs: Mapping[Plan, float], aim: Aim) -> Plan | None:
 def _present(facts: Facts, scope: Scope, wanted: Wanted) -> Present:
     """The training as it is. Without a clock, one of its steps takes 1."""
     is_balanced = wanted.aim == "balanced" and wanted.budget is None
-    micro, accumulation, ranks = nearly_whole(facts.micro_batch), facts.accumulation, facts.ranks
+    micro, accumulation, ranks = facts.whole_micro_batch, facts.accumulation, facts.ranks
     curve, batch = facts.curve or TimeCurve((Timing(micro, accumulation, ranks, 1.0),)), facts.batch or 1.0
     has_clock = facts.curve is not None or wanted.units_per_second is not None
     if wanted.units_per_second is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from sonde.decision.law import FEWEST_STEPS, Range, as_weighed
 from sonde.decision.proxy import Factor, critical_range, factor_for
-from sonde.decision.time_curve import TimeCurve
+from sonde.decision.time_curve import TimeCurve, nearly_whole
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
 
 RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"
@@ -84,6 +85,7 @@ class Facts:
         wait: what would make the noise scale known better; empty where nothing is needed.
         needs_batch: why the loss of a unit depends on the others of its micro-batch; empty where it is not known to.
         name: of the run.
+        is_of_several: whether several runs were joined, so that the run that is gone on from has to be named.
         trainer: its name; empty for a loop.
         tokens: of one unit; None where they were not counted.
         completions: to each prompt, in RL.
@@ -114,6 +116,7 @@ class Facts:
     wait: str = ""
     needs_batch: str = ""
     name: str = ""
+    is_of_several: bool = False
     trainer: str = ""
     tokens: float | None = None
     completions: float | None = None
@@ -125,18 +128,26 @@ class Facts:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("batch", "ranks", "pieces"):
+        for name in ("batch", "effective", "ranks", "pieces"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {value:g}")
+        if self.ranks != int(self.ranks):
+            raise ValueError(f"ranks must be a whole number, got {self.ranks:g}")
         for known in (self.now, self.average):
-            if not all(end is None or end >= 0 for end in (known.low, known.high, known.ratio)):
-                raise ValueError(f"a noise scale must be 0 or more, got {known.in_words}")
+            ends = [0.0, *(end for end in (known.low, known.ratio, known.high) if end is not None)]
+            if not all(low <= high for low, high in itertools.pairwise(ends)):
+                raise ValueError(f"a noise scale must be 0 or more, and between its ends, got {known.in_words}")
 
     @property
     def micro_batch(self) -> float:
         """Units of one backward on one rank."""
         return (self.batch or 1.0) / max(self.pieces, self.ranks)
+
+    @property
+    def whole_micro_batch(self) -> float:
+        """The same as it was set: short windows lower an average a little."""
+        return nearly_whole(self.micro_batch)
 
     @property
     def accumulation(self) -> int:

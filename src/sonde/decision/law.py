@@ -45,6 +45,15 @@ class Range:
         """The same in another unit."""
         return Range(None if self.middle is None else self.middle * factor, self.low * factor, self.high * factor)
 
+    def by(self, other: Range) -> Range:
+        """Times another number above 0, which is uncertain for reasons of its own."""
+        middle = None if self.middle is None or other.middle is None else self.middle * other.middle
+        return Range(middle, self.low * other.low, self.high * other.high)
+
+    def over(self, other: Range) -> Range:
+        """This over another number above 0, which is uncertain for reasons of its own."""
+        return self.by(Range(None if other.middle is None else 1 / other.middle, 1 / other.high, 1 / other.low))
+
     def of(self, cost: Callable[[float], float]) -> Range:
         """A cost that rises, or falls, with this number everywhere."""
         low, high = sorted((cost(self.low), cost(self.high)))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sonde.decision.law import FAR, FURTHEST, Range, relative_steps
+from sonde.decision.law import FAR, FURTHEST, Range, exactly, relative_steps
 from sonde.decision.time_curve import Basis, TimeCurve
 
 HOUR = 3600.0
@@ -55,9 +55,9 @@ class Present:
         return self.ranks * self.accumulation * max(round(self.micro_batch), 1)
 
     @property
-    def step_time(self) -> float:
+    def step_time(self) -> Range:
         """Of one step, by the curve's clock."""
-        return self.curve.of_step(self.micro_batch, self.accumulation, self.ranks)[0].likely
+        return self.curve.of_step(self.micro_batch, self.accumulation, self.ranks)[0]
 
 
 @dataclass(frozen=True)
@@ -187,19 +187,21 @@ def _splits(present: Present, batch: float) -> Iterator[tuple[int, int, int]]:
 def _costs(present: Present, critical: Range, split: tuple[int, int, int], batch: float, micro: float) -> Plan:
     """What a training costs at another batch size, if it learns as much.
 
-    Steps and time are uncertain for reasons of their own, so their ends are multiplied.
+    Steps, the time of one, and that of a present one are uncertain for reasons of their own, so their ends are
+    multiplied.
     """
     ranks, accumulation, whole_micro = split
     parts = critical.of(lambda c: relative_steps(batch, present.batch, c))
     (step, basis), now = present.curve.of_step(micro, accumulation, ranks), present.step_time
-    better, worse = parts.times(step.low / now), parts.times(step.high / now)
-    time = Range(None if step.middle is None else worse.middle, better.low, worse.high)
+    is_present = (ranks, accumulation, micro) == (present.ranks, present.accumulation, present.micro_batch)
+    ratio = exactly(1.0) if is_present else step.over(now)
+    time = parts.by(ratio)
     rank_time, seconds, money = time.times(ranks / present.ranks), None, None
     steps = parts.times(present.steps)
     if present.has_clock:
-        seconds = time.times(present.steps * now)
+        seconds = steps.by(step)
         if present.cost_per_hour is not None:
-            money = rank_time.times(present.steps * now / HOUR * present.cost_per_hour)
+            money = seconds.times(ranks / present.ranks / HOUR * present.cost_per_hour)
     return Plan(
         batch=batch,
         ranks=ranks,
@@ -208,8 +210,8 @@ def _costs(present: Present, critical: Range, split: tuple[int, int, int], batch
         steps=steps,
         units=steps.times(batch),
         time=time,
-        better=better,
-        worse=worse,
+        better=parts.times(ratio.low),
+        worse=parts.times(ratio.high),
         rank_time=rank_time,
         basis=basis,
         seconds=seconds,

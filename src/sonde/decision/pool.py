@@ -25,8 +25,10 @@ def pool(runs: Sequence[Facts]) -> Facts:
         runs: at least one.
 
     Raises:
-        ValueError: for runs of different models, units, optimizers or metrics.
+        ValueError: for no run, and for runs of different models, units, optimizers or metrics.
     """
+    if not runs:
+        raise ValueError("one decision needs one run or more, got none")
     if len(runs) == 1:
         return runs[0]
     for name, what in (("unit", "units"), ("model", "models"), ("metric", "metrics"), ("optimizer", "optimizers")):
@@ -52,7 +54,8 @@ def pool(runs: Sequence[Facts]) -> Facts:
         average=average_of(known),
         effective=None,
         curve=TimeCurve(timings, too_large) if timings else None,
-        notes=tuple(_notes(runs, base, known)),
+        is_of_several=True,
+        notes=(*(note for each in runs for note in each.notes), *_notes(runs, base, known)),
     )
 
 

@@ -8,20 +8,17 @@ line through a few sizes misses by up to 76 %, since caches end.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from sonde.decision.law import Range, exactly
 
 Basis = Literal["measured", "interpolated", "modelled", "bounds"]
 """How a time is known: of such steps; between measured sizes; of as many ranks as were not measured, which are taken to
 wait for nothing; or only for a device that is not full, and for one that is."""
-SCHEMA = 1
-"""Of the file of a trial."""
 _NEARLY = 0.1
 """A size that is off a whole number by no more than this part is lowered by short windows."""
 _SAME_SIZE = 1.05
@@ -62,7 +59,7 @@ class TimeCurve:
 
     Attributes:
         timings: at least one, of one model on one kind of device.
-        too_large: the smallest micro-batch that did not fit into memory; infinite where all did.
+        too_large: the smallest micro-batch that memory, or the data set, had no room for; infinite where all fitted.
     """
 
     timings: tuple[Timing, ...]
@@ -122,32 +119,6 @@ class TimeCurve:
         """The timings on so many ranks, or else on the number of ranks that is nearest."""
         nearest = min({each.ranks for each in self.timings}, key=lambda n: abs(math.log(n / ranks)))
         return [each for each in self.timings if each.ranks == nearest]
-
-
-def curve_as_json(curve: TimeCurve) -> dict[str, Any]:
-    """A curve for a file."""
-    too_large = curve.too_large if math.isfinite(curve.too_large) else None
-    return {"schema": SCHEMA, "timings": [vars(each) for each in curve.timings], "too_large": too_large}
-
-
-def curve_of_json(known: Mapping[str, Any]) -> TimeCurve:
-    """A curve from a file.
-
-    Raises:
-        ValueError: for what is no such file.
-    """
-    with contextlib.suppress(ArithmeticError, KeyError, TypeError, ValueError):
-        timings = tuple(Timing(**each) for each in known["timings"])
-        too_large = math.inf if known["too_large"] is None else float(known["too_large"])
-        if known["schema"] == SCHEMA and timings and all(map(_is_sound, timings)) and too_large > 0:
-            return TimeCurve(timings, too_large)
-    raise ValueError("a trial of another version, or a damaged one")
-
-
-def _is_sound(timing: Timing) -> bool:
-    sizes = (timing.micro_batch, timing.accumulation, timing.ranks, timing.seconds)
-    parts = [each for each in (timing.beside, timing.memory) if each is not None]
-    return all(0 < each < math.inf for each in sizes) and all(0 <= each < math.inf for each in parts)
 
 
 def nearly_whole(size: float) -> float:

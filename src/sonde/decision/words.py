@@ -42,15 +42,16 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
     """What to do. Where there are two scopes, a second sentence joins the next run to what is left of this one."""
     (scope, lead), *rest = advice.items()
     now, here = lead.present, rest[0][1] if rest else None
+    this_run = facts.name if facts.is_of_several else "this run"
     if lead.best is not None:
         begins = "Start the next run with" if scope == RUN_LIKE_THIS else "From here on, take"
         said = f"{begins} {_taken(lead.best, now, facts.unit)}"
         if here is None:
             return f"{said}."
         if here.best is None:
-            return f"{said}. This run itself is best finished as it is."
+            return f"{said}. {capital(this_run)} itself is best finished as it is."
         if here.best.whole_batch == lead.best.whole_batch:
-            return f"{said}. Change this run too, from here on."
+            return f"{said}. Change {this_run} too, from here on."
     elif lead.maybe is not None:
         said = f"Time it first: {_in_doubt(lead.maybe, now, facts)}"
     else:
@@ -58,7 +59,7 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
         said = f"Keep the batch of {size}: {_why_kept(lead, facts)}"
     if here is None or here.best is None:
         return f"{said}."
-    return f"{said}. From here on in this run, take {_taken(here.best, now, facts.unit)}."
+    return f"{said}. From here on in {this_run}, take {_taken(here.best, now, facts.unit)}."
 
 
 def steps_to_train(plan: Plan, lead: Advice) -> Iterator[str]:
@@ -82,7 +83,8 @@ def _taken(plan: Plan, now: Plan, unit: str) -> str:
             f"the batch of {units(now.whole_batch, unit)} cut into micro-batches of {plan.micro_batch:,} in place of"
         )
         return f"{micro} {now.micro_batch:,}{on}: it takes {part_in_words(plan.time)} the time"
-    needs = f"{part_in_words(over(plan.steps, now.steps))} the steps and {part_in_words(over(plan.units, now.units))}"
+    steps, of_units = plan.steps.over(now.steps), plan.units.over(now.units)
+    needs = f"{part_in_words(steps)} the steps and {part_in_words(of_units)}"
     takes = f"{'On ' + ranks(plan.ranks) + ', it' if on else 'It'} takes {part_in_words(plan.time)} the time"
     return f"{size}: it needs {needs} the {unit}. {takes}"
 
@@ -90,8 +92,9 @@ def _taken(plan: Plan, now: Plan, unit: str) -> str:
 def _in_doubt(plan: Plan, now: Plan, facts: Facts) -> str:
     """A plan that is better or worse by what was not timed: other micro-batches, or the optimizer's update alone."""
     size = f"a batch of {units(plan.whole_batch, facts.unit)}"
+    of_now = f" of {now.whole_batch:,}"
     if plan.whole_batch == now.whole_batch:
-        size += f" in micro-batches of {plan.micro_batch:,}"
+        size, of_now = f"{size} in micro-batches of {plan.micro_batch:,}", ""
     timed = [each.micro_batch for each in facts.curve.timings] if facts.curve else [now.micro_batch]
     first, second = part_in_words(plan.better), part_in_words(plan.worse)
     if min(timed) <= plan.micro_batch <= max(timed):
@@ -102,7 +105,7 @@ def _in_doubt(plan: Plan, now: Plan, facts: Facts) -> str:
         is_turned = plan.micro_batch < now.micro_batch
     if is_turned:
         first, second = second, first
-    return f"{size} takes {first} the time if {is_first}, and {second} the time if {is_second}"
+    return f"{size} takes {first} the time{of_now} if {is_first}, and {second} that time if {is_second}"
 
 
 def _why_kept(lead: Advice, facts: Facts) -> str:
@@ -138,7 +141,7 @@ def command(logs: Sequence[Path], facts: Facts, *, is_in_doubt: bool) -> str:
     if not is_in_doubt:
         return advise
     launch = "python" if facts.ranks == 1 else f"torchrun --nproc-per-node {facts.ranks}"
-    return f"{advise} --try -- {launch} train.py --batch {{batch}}"
+    return f"{advise} --try -- {launch} train.py --batch {{batch}} --out {{out}}"
 
 
 def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_at_most: int | None) -> Iterator[str]:
@@ -194,11 +197,6 @@ def _of_policies(facts: Facts) -> Iterator[str]:
 def ranks(n: int) -> str:
     """A number of ranks."""
     return plural(n, "rank")
-
-
-def over(cost: Range, present: Range) -> Range:
-    """A cost over the present one, which is known."""
-    return cost.times(1 / present.high)
 
 
 def part_in_words(known: Range) -> str:

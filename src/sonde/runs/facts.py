@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sonde.decision.facts import Facts, facts_of
+from sonde.decision.kept_trial import with_trial
 from sonde.decision.law import are_alike
-from sonde.decision.time_curve import TimeCurve, Timing, curve_of_json, nearly_whole
+from sonde.decision.time_curve import TimeCurve, Timing, nearly_whole
 from sonde.runs.compare.side_by_side import reached_by
 from sonde.runs.names import names_apart
 from sonde.runs.run import PROMPT_NOISE, PolicyReading, ProbeSetup, Reading, Run
 from sonde.stats.intervals import RatioInterval, logged_interval
 
-TRIAL_NAME = "trial.json"
-"""Beside the log of a run: what `sonde advise --try` has measured."""
 _FEWEST_READINGS = 3
 """Readings that time a step of one size. Fewer may be short windows at the end of an epoch."""
 
@@ -40,14 +38,14 @@ def facts_of_run(run: Run) -> Facts:
         ValueError: for a log without a reading of the noise scale.
     """
     if run.readings:
-        return _of_readings(run)
+        return with_trial(_of_readings(run), run.path.parent)
     known = [(r, noise) for r in run.policy if (noise := logged_interval(r.metrics, PROMPT_NOISE)).low is not None]
     if not known:
         raise ValueError(
             f"{run.path} has no reading of the noise scale, which advice on the batch size rests on: train on, or "
             "attach a noise-scale probe"
         )
-    return _of_prompts(run, *known[-1])
+    return with_trial(_of_prompts(run, *known[-1]), run.path.parent)
 
 
 def _of_readings(run: Run) -> Facts:
@@ -63,25 +61,10 @@ def _of_readings(run: Run) -> Facts:
         unit=probe.unit,
         name=run.name,
         batch_changed=_batch_changed(segment),
-        curve=_tried(run) or _timed(segment, probe),
+        curve=_timed(segment, probe),
         reason=last.reason,
         wait=last.advice,
     )
-
-
-def _tried(run: Run) -> TimeCurve | None:
-    """The time curve that `sonde advise --try` has left beside the log; None without one.
-
-    Raises:
-        ValueError: for a file that is damaged, or of another version.
-    """
-    file = run.path.parent / TRIAL_NAME
-    if not file.exists():
-        return None
-    try:
-        return curve_of_json(json.loads(file.read_text()))
-    except ValueError:  # of its text or its values
-        raise ValueError(f"{file} is damaged, or of another version: remove it, and start the trial again") from None
 
 
 def _batches(segment: Sequence[Reading]) -> Iterator[tuple[float, Reading]]:

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sonde.decision.time_curve import TimeCurve, Timing, curve_as_json
+from sonde.decision.kept_trial import TRIAL_NAME, trial_text
+from sonde.decision.time_curve import TimeCurve, Timing
 from sonde.evidence.branches import Branches
-from sonde.runs.facts import TRIAL_NAME
+from sonde.runs.facts import facts_of_run
+from sonde.runs.reader import read_run
 from sonde.runs.report.branch_page import branch_page
 from sonde.runs.report.page import write_page
 from sonde.runs.report.write import write_report
@@ -210,15 +212,14 @@ def test_every_text_has_contrast(browser: Any, tmp_path: Path, kind: str) -> Non
         known = {"gns/b_simple": b_simple, "gns/b_simple_low": 0.9 * b_simple, "gns/b_simple_high": 1.1 * b_simple}
         known |= dict.fromkeys(name for name in record["metrics"] if "average" in name)
         metrics = record["metrics"] | (known if status == "resolved" else {})
-        more = {}
-        if kind == "keep":  # micro-batches of 1 on 64 ranks, whose devices are full
-            more = {"setup": header_record()["setup"] | {"ranks": 64}}
-            curve = TimeCurve((Timing(1, 1, 64, 0.1, 0.0), Timing(4, 1, 64, 0.4, 0.0)))
-            (tmp_path / TRIAL_NAME).write_text(json.dumps(curve_as_json(curve)))
+        more = {"setup": header_record()["setup"] | {"ranks": 64}} if kind == "keep" else {}
         alerts = [alert_record(window=900)]
         write_run(
             tmp_path, 1, header=header_record(**more), status=status, metrics=metrics, log_every=600, alerts=alerts
         )
+        if kind == "keep":  # micro-batches of 1 on 64 ranks, whose devices are full
+            curve = TimeCurve((Timing(1, 1, 64, 0.1, 0.0), Timing(4, 1, 64, 0.4, 0.0)))
+            (tmp_path / TRIAL_NAME).write_text(trial_text(curve, facts_of_run(read_run(tmp_path))))
     else:
         write_policy_run(tmp_path, 24)
     report = write_report(tmp_path)

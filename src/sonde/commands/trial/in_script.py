@@ -37,16 +37,20 @@ class StepTimes:
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         """The optimizer whose steps are counted: the first that steps. Others may step beside it."""
         self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()
-        self._n_updates = self._n_backwards = self._n_elements = 0
+        self._n_updates = self._n_backwards = self._n_elements = self._depth = 0
         self._begun: float | None = None
         self._update = self._update_begun = 0.0
         self._is_updating = self._has_closure = self._is_in_module = False
         backward, call = torch.autograd.backward, nn.Module.__call__
 
         def counted(*args: Any, **kwargs: Any) -> None:
-            self._n_backwards += 1
+            self._n_backwards += not self._depth  # checkpointed layers have backwards of their own
             self._has_closure |= self._is_updating  # a closure's backward is no part of the update
-            backward(*args, **kwargs)
+            self._depth += 1
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._depth -= 1
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Asked first: compiled code must depend on nothing that is counted here, or it is compiled again and again.

@@ -25,7 +25,7 @@ from sonde.decision.law import Range
 from sonde.decision.time_curve import TimeCurve, Timing
 from sonde.evidence.shell_plan import check_names, fill, used_placeholders
 from sonde.log.sinks import BRANCH_FOLDER, TRIAL
-from sonde.wording import duration, number, plural
+from sonde.wording import duration, number, plural, units
 
 PLACEHOLDERS = ("batch", "micro_batch", "accumulation", "out")
 _APART, _MOST_SIZES = 4, 5
@@ -107,7 +107,7 @@ def check_command(command: Sequence[str]) -> None:
     if not {"batch", "micro_batch"} & used:
         raise ValueError(
             "a trial needs {batch} in the script's arguments, or {micro_batch}, where the size of a step or of a "
-            "micro-batch goes: sonde advise RUN --try -- python train.py --batch {batch}"
+            "micro-batch goes: sonde advise RUN --try -- python train.py --batch {batch} --out {out}"
         )
     check_names(command, PLACEHOLDERS)
     arguments_of(command, None)
@@ -165,8 +165,7 @@ def try_sizes(
             ignores its batch, and for times that fall where micro-batches grow.
     """
     used, pace = used_placeholders(command), pace or PACE
-    tried: dict[Size, list[_Step]] = {}
-    too_large = math.inf
+    tried, end = dict[Size, list[_Step]](), math.inf
     if "out" not in used:
         say("The script may overwrite its own checkpoints: to keep them, have it save to {out}, a temporary folder")
     with tempfile.TemporaryDirectory(prefix="sonde-trial-") as place:
@@ -175,25 +174,28 @@ def try_sizes(
             # Another program may have slowed down a size that takes longer than a larger one: both are tried once more.
             falling = [size for size, each in timings.items() if each.micro_batch in _falling(timings)]
             for size in sizes if n_round < pace.rounds else falling:
-                if size.micro_batch >= too_large:
+                if size.micro_batch >= end:
                     continue
-                said = f"{size.batch:,} {unit}" + f" in micro-batches of {size.micro_batch:,}" * (size.accumulation > 1)
                 step = _tried(command, size, Path(place) / f"{n_round}-{size.batch}-{size.accumulation}", pace)
-                if step is None:
-                    too_large = min(too_large, size.micro_batch)
-                    say(f"{said}: out of memory, so nothing larger is tried")
+                if step is None or (len(tried) > 1 and _off({**tried, size: [step]}) < 1):
+                    end = size.micro_batch
+                    why = "out of memory" if step is None else "a step takes in less data than that"
+                    say(f"{units(size.batch, unit)}: {why}, so nothing larger is tried")
                     continue
                 tried.setdefault(size, []).append(step)
                 backwards = size.accumulation * _backwards_of_piece(tried)
                 _check_step(step, size, ranks, backwards if {"micro_batch", "accumulation"} & used else None)
                 _check_data(tried)
                 seconds, memory = duration(step["seconds"]), number(step["memory"] / 2**20)
-                say(f"{said}: {seconds} a step, {memory} MiB")
+                timing = _timings(tried)[size]
+                micro = f" in micro-batches of {timing.micro_batch:,.15g}" * (timing.accumulation > 1)
+                say(f"{units(size.batch, unit)}{micro}: {seconds} a step, {memory} MiB")
     if not tried:
         raise ValueError(f"{sizes[0].batch:,} {unit} do not fit into memory: try a smaller batch, or free memory")
     timings = _timings(tried)
     _check_rising(timings)
-    return TimeCurve(tuple(timings.values()), too_large)
+    *_, (last, timing) = timings.items()  # a script may cut batches in its own way
+    return TimeCurve(tuple(timings.values()), end * timing.micro_batch / last.micro_batch)
 
 
 _Step = Mapping[str, float]
@@ -299,21 +301,28 @@ def _check_step(step: _Step, size: Size, ranks: int, backwards: int | None) -> N
 
 def _check_data(tried: dict[Size, list[_Step]]) -> None:
     """Refuse a script whose steps do not take in data in proportion to the batch that it was given."""
-    known = sorted((size.batch, steps[0]["elements"], steps[0]["is_whole"]) for size, steps in tried.items())
-    if not known[0][1]:
+    if not all(steps[0]["elements"] for steps in tried.values()):
         raise ValueError(
             "the script calls no torch module with data, so whether it uses its batch cannot be told: call the model "
             "as model(data), outside of compiled functions, or compare runs of your own with sonde advise RUN RUN"
         )
-    (small, few, *is_whole), (large, many, *are_whole) = known[0], known[-1]
-    off, most = (many / few) / (large / small), _ROUNDED if all(is_whole + are_whole) else _PROPORTIONAL
-    if not 1 / most < off < most:
+    if (off := _off(tried)) != 1:
+        small, large = (end(tried, key=lambda size: size.batch).batch for end in (min, max))
         raise ValueError(
-            f"a step at a batch of {large:,} takes in {number(many / few)} times the data of one at {small:,}, where "
-            f"{number(large / small)} times are expected: the script ignores its batch, its data set is smaller, or it "
-            "counts otherwise. {batch} is all units of a step, on all ranks, and {micro_batch} those of one backward "
-            "on one rank"
+            f"a step at a batch of {large:,} takes in {number(off * large / small)} times the data of one at "
+            f"{small:,}, where {number(large / small)} times are expected: the script ignores its batch, its data set "
+            "is smaller, or it counts otherwise. {batch} is all units of a step, on all ranks, and {micro_batch} those "
+            "of one backward on one rank"
         )
+
+
+def _off(tried: Mapping[Size, Sequence[_Step]]) -> float:
+    """How many times too much data the largest batch takes in, beside the smallest; 1 where it is about right."""
+    sizes = sorted(tried, key=lambda size: size.batch)
+    (small, few), (large, many) = ((size, tried[size][0]) for size in (sizes[0], sizes[-1]))
+    off = (many["elements"] / few["elements"]) / (large.batch / small.batch)
+    most = _ROUNDED if few["is_whole"] and many["is_whole"] else _PROPORTIONAL
+    return 1.0 if 1 / most < off < most else off
 
 
 def _falling(timings: Mapping[Size, Timing]) -> dict[float, float]:
