@@ -38,8 +38,9 @@ return {x: 0, y: top, width: innerWidth, height: bottom - top, scale: 1};
 
 def report_of(demo: list[str], folder: Path) -> Path:
     """Run a demo; return its report."""
-    subprocess.run([sys.executable, "-m", "sonde", "demo", *demo, "--out", str(folder)], check=True)
-    return folder / "report.html"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-m", "sonde", "demo", *demo, "--out", "runs/demo"], check=True, cwd=folder)
+    return folder / "runs/demo/report.html"
 
 
 def report_of_branches(folder: Path) -> Path:
