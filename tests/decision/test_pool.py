@@ -91,7 +91,7 @@ def test_a_contradiction_is_said_and_the_range_covers_it() -> None:
 def test_the_run_that_is_gone_on_from_is_named() -> None:
     curve = tried((16, 0.010), (64, 0.012), (256, 0.020))
     runs = [facts(16, noise, 900.0, name=name, curve=curve) for name, noise in (("a", 100.0), ("b", 300.0))]
-    assert decide(pool(runs)).sentence.endswith(" of the time. Change b too, from here on.")
+    assert decide(pool(runs)).sentence.endswith(" of the time. Change the run b too, from here on.")
     assert decide(runs[0]).sentence.endswith(" of the time. Change this run too, from here on.")
 
 

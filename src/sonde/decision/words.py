@@ -42,7 +42,7 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
     """What to do. Where there are two scopes, a second sentence joins the next run to what is left of this one."""
     (scope, lead), *rest = advice.items()
     now, here = lead.present, rest[0][1] if rest else None
-    this_run = facts.name if facts.is_of_several else "this run"
+    this_run = f"the run {facts.name}" if facts.is_of_several else "this run"
     if lead.best is not None:
         begins = "Start the next run with" if scope == RUN_LIKE_THIS else "From here on, take"
         said = f"{begins} {_taken(lead.best, now, facts.unit)}"

@@ -164,15 +164,16 @@ class Plan:
     def _near(self, batch: float) -> Sequence[float]:
         """What a batch is compared with: the next smaller one, or the next larger one of the smallest.
 
-        A script that takes the smallest takes multiples of it. Twice the smallest may be nearer, and half the largest.
-        A batch that is no multiple may be rounded to one.
+        A script that takes the smallest takes multiples of it, up to the largest. Twice the smallest may be nearer, and
+        half the largest. A batch that is no multiple may be rounded to one.
         """
         smallest, second, *_ = self.batches
         below = self.batches[self.batches.index(batch) - 1]
         if batch == smallest:
             return [min(2 * smallest, second)]
         if part := batch % smallest:
-            return [max(below, batch - part), batch - part + smallest]
+            near = (max(below, batch - part), batch - part + smallest)
+            return [each for each in near if each <= self.batches[-1]]
         return [max(below, batch / 2) if batch == self.batches[-1] and batch / 2 % smallest == 0 else below]
 
     def _values(self, batch: float, units: float) -> dict[str, Any]:
