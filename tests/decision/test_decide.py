@@ -16,6 +16,7 @@ from sonde.decision.decide import Advice, Aim, Wanted, decide
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS, Facts
 from sonde.decision.plans import Plan, Present
 from sonde.decision.time_curve import TimeCurve, Timing
+from sonde.decision.words import part_in_words
 from sonde.stats.intervals import RatioInterval, unresolved
 from tests.decision.known import (
     ADAMW,
@@ -289,9 +290,11 @@ WIDE = RatioInterval("resolved", 4.0, 30_000.0, ratio=350.0)
 def test_next_run_and_this_run_are_joined_by_a_sentence(
     average: RatioInterval, now: RatioInterval, curve: TimeCurve, kind: str, joined: str
 ) -> None:
-    found = decide(dataclasses.replace(facts(64, 1.0, curve=curve), average=average, now=now))
+    found = decide(dataclasses.replace(facts(64, 1.0, curve=curve), average=average, now=now, n_steps=4000))
     assert found.kind == kind
     lead, here = found.advice[RUN_LIKE_THIS], found.advice[FROM_HERE_ON]
+    if joined.startswith(". From") and here.best is not None:  # its costs are of other steps than those of the run
+        assert f"{part_in_words(here.best.steps.over(here.present.steps))} the steps" in found.sentence
     assert (lead.best is None) == (kind == "keep")
     for other in (". Change this run", ". This run itself", ". From here on in"):
         assert (other in found.sentence) == joined.startswith(other)

@@ -42,13 +42,15 @@ def test_another_machines_trial_is_used_and_said(tmp_path: Path, seconds: float)
     curve = tried((16, seconds), (64, 2 * seconds))
     found = beside(tmp_path, trial_text(curve, LOGGED))
     assert found.curve == curve
-    assert f"{1000 * seconds:.2g} ms in the trial, and 10 ms in the log" in found.notes[0]
+    assert f"{1000 * seconds:.2g} ms in the trial, whose times are used, and 10 ms in the log" in found.notes[0]
 
 
 TEXT = trial_text(tried((16, 0.010), (64, 0.011)), LOGGED)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", TEXT.replace("0.011", "0.001"), TEXT[:-9]])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", TEXT.replace("0.011", "-1.0"), TEXT.replace("0.011", "[]"), TEXT[:-9]]
+)
 def test_a_damaged_trial_is_a_note_with_the_way_out(tmp_path: Path, text: str) -> None:
     found = beside(tmp_path, text)
     assert found.curve == LOGGED.curve

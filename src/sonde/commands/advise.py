@@ -79,9 +79,9 @@ def run_advise(options: AdviseOptions, command: Sequence[str] = ()) -> int:
         ValueError: for a log without readings, options outside their range, or bounds that contradict each other.
     """
     wanted = Wanted(**{each.name: getattr(options, each.name) for each in dataclasses.fields(Wanted)})
-    if len({path.resolve() for path in options.runs}) < len(options.runs):
-        raise ValueError("a log is given twice, and would count twice: give each once")
     runs = [read_run(path) for path in options.runs]
+    if len({run.path.resolve() for run in runs}) < len(runs):
+        raise ValueError("a log is given twice, and would count twice: give each once")
     if options.try_ or command:
         _try(runs, options, command)
     found = decide(pool(facts_of_runs(runs)), wanted, logs=options.runs)

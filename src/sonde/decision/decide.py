@@ -247,6 +247,7 @@ def _advise(facts: Facts, scope: Scope, wanted: Wanted) -> Advice:
     costs = {plan: plan.worse.times(plan.ranks / now.ranks if present.by_rank_time else 1.0) for plan in others}
     best = _smallest_of_fast({plan: cost.likely for plan, cost in costs.items() if _is_better(cost)}, wanted.aim)
     if best is not None:
+        plans = plans if best in plans else tuple(sorted((*plans, best), key=lambda plan: plan.batch))
         return Advice(scope, plans, now, best, None)
     # Only the time of a step is in doubt: a device that is not full favours a larger batch, a full one a smaller.
     in_doubt = [plan for plan in others if plan.basis == "bounds"]

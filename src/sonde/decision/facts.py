@@ -136,7 +136,7 @@ class Facts:
             raise ValueError(f"ranks must be a whole number, got {self.ranks:g}")
         for known in (self.now, self.average):
             ends = [0.0, *(end for end in (known.low, known.ratio, known.high) if end is not None)]
-            if not all(low <= high for low, high in itertools.pairwise(ends)):
+            if known.low == math.inf or not all(low <= high for low, high in itertools.pairwise(ends)):
                 raise ValueError(f"a noise scale must be 0 or more, and between its ends, got {known.in_words}")
 
     @property

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 from sonde.decision.facts import Facts
 from sonde.decision.time_curve import TimeCurve, Timing
-from sonde.stats.sealed_state import sealed, unsealed
 from sonde.wording import duration
 
 TRIAL_NAME = "trial.json"
+_SCHEMA = 2
 _AS_LOGGED = 2.0
 """A step of the trial takes so many times that of the log, or less, on the same kind of machine."""
 
@@ -23,9 +24,9 @@ def trial_text(curve: TimeCurve, facts: Facts) -> str:
         curve: that was tried.
         facts: of the run that it was tried for.
     """
-    timings = [vars(each) for each in curve.timings]
-    known = {"unit": facts.unit, "model": facts.model, "timings": timings, "too_large": curve.too_large}
-    return json.dumps(sealed(known))
+    known = {"unit": facts.unit, "model": facts.model, "timings": [vars(each) for each in curve.timings]}
+    too_large = curve.too_large if math.isfinite(curve.too_large) else None
+    return json.dumps({"schema": _SCHEMA, **known, "too_large": too_large})
 
 
 def with_trial(facts: Facts, folder: Path) -> Facts:
@@ -50,8 +51,8 @@ def with_trial(facts: Facts, folder: Path) -> Facts:
         logged, tried = (each.of_step(*here)[0].likely for each in (facts.curve, curve))
         if not 1 / _AS_LOGGED < tried / logged < _AS_LOGGED:
             notes += (
-                f"A step took {duration(tried)} in the trial, and {duration(logged)} in the log: times are those of "
-                "the machine that ran the trial. Try again on the one that trains.",
+                f"A step took {duration(tried)} in the trial, whose times are used, and {duration(logged)} in the log: "
+                "if another machine ran the trial, try again on the one that trains.",
             )
     return replace(facts, curve=curve, notes=notes)
 
@@ -63,10 +64,15 @@ def _read(file: Path, facts: Facts) -> TimeCurve:
         ValueError: with what the file is in place of a curve of this run.
     """
     try:
-        known = unsealed("trial", json.loads(file.read_text()))
-    except (OSError, ValueError):
-        raise ValueError("damaged, or of another version") from None
-    for name in ("unit", "model"):
-        if known[name] != getattr(facts, name):
-            raise ValueError(f"of another {name}, {known[name] or 'none'}")
-    return TimeCurve(tuple(Timing(**each) for each in known["timings"]), known["too_large"])
+        known = json.loads(file.read_text())
+        of, is_known = {name: known[name] for name in ("unit", "model")}, known["schema"] == _SCHEMA
+        too_large = math.inf if known["too_large"] is None else float(known["too_large"])
+        curve = TimeCurve(tuple(Timing(**each) for each in known["timings"]), too_large)
+    except (KeyError, OSError, TypeError, ValueError):
+        is_known = False
+    if not is_known:
+        raise ValueError("damaged, or of another version")
+    for name, value in of.items():
+        if value != getattr(facts, name):
+            raise ValueError(f"of another {name}, {value or 'none'}")
+    return curve

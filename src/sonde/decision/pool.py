@@ -19,6 +19,7 @@ def pool(runs: Sequence[Facts]) -> Facts:
     """The facts of the run to go on from, with what all runs together show.
 
     The run to go on from is the one that came down to a common loss in the least time; without losses, the last one.
+    Those of which nothing can be decided yet are passed over.
     Its average noise scale is replaced by that of all runs, and its time curve by the steps of all.
 
     Args:
@@ -39,9 +40,10 @@ def pool(runs: Sequence[Facts]) -> Facts:
                 f"{found[1] or 'none'}: give the logs that belong together. `sonde compare --any-model` shows "
                 "different models beside each other"
             )
-    base = runs[-1]
+    able = [each for each in runs if not each.why_none] or runs
+    base = able[-1]
     if all(each.reached is not None for each in runs):
-        base = min(runs, key=lambda each: each.reached.cost if each.reached else math.inf)
+        base = min(able, key=lambda each: each.reached.cost if each.reached else math.inf)
     known = [scopes[RUN_LIKE_THIS].known for each in runs if RUN_LIKE_THIS in (scopes := each.scopes)]
     curves = [each.curve for each in runs if each.curve is not None]
     curves = [curve for curve in curves if curve.is_of_trial] or curves  # logs hold pauses too

@@ -47,6 +47,12 @@ class Timing:
     beside: float | None = None
     memory: float | None = None
 
+    def __post_init__(self) -> None:
+        sizes = (self.micro_batch, self.accumulation, self.ranks, self.seconds)
+        parts = [each for each in (self.beside, self.memory) if each is not None]
+        if not (all(0 < each < math.inf for each in sizes) and all(0 <= each < math.inf for each in parts)):
+            raise ValueError(f"sizes and seconds of a step must be positive and finite, got {self}")
+
     @property
     def batch(self) -> float:
         """Units of one step."""
@@ -64,6 +70,10 @@ class TimeCurve:
 
     timings: tuple[Timing, ...]
     too_large: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (self.timings and self.too_large > 0):
+            raise ValueError(f"a time curve needs a timing, and an end above 0, got {self}")
 
     @property
     def is_tried(self) -> bool:

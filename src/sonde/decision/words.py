@@ -41,11 +41,11 @@ def of_waiting(facts: Facts) -> tuple[str, str, str, str]:
 def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
     """What to do. Where there are two scopes, a second sentence joins the next run to what is left of this one."""
     (scope, lead), *rest = advice.items()
-    now, here = lead.present, rest[0][1] if rest else None
+    here = rest[0][1] if rest else None
     this_run = f"the run {facts.name}" if facts.is_of_several else "this run"
     if lead.best is not None:
         begins = "Start the next run with" if scope == RUN_LIKE_THIS else "From here on, take"
-        said = f"{begins} {_taken(lead.best, now, facts.unit)}"
+        said = f"{begins} {_taken(lead, facts.unit)}"
         if here is None:
             return f"{said}."
         if here.best is None:
@@ -53,13 +53,13 @@ def sentence(facts: Facts, advice: Mapping[str, Advice]) -> str:
         if here.best.whole_batch == lead.best.whole_batch:
             return f"{said}. Change {this_run} too, from here on."
     elif lead.maybe is not None:
-        said = f"Time it first: {_in_doubt(lead.maybe, now, facts)}"
+        said = f"Time it first: {_in_doubt(lead.maybe, lead.present, facts)}"
     else:
-        size = units(now.whole_batch, facts.unit) + (" in the next run" if here and here.best else "")
+        size = units(lead.present.whole_batch, facts.unit) + (" in the next run" if here and here.best else "")
         said = f"Keep the batch of {size}: {_why_kept(lead, facts)}"
     if here is None or here.best is None:
         return f"{said}."
-    return f"{said}. From here on in {this_run}, take {_taken(here.best, now, facts.unit)}."
+    return f"{said}. From here on in {this_run}, take {_taken(here, facts.unit)}."
 
 
 def steps_to_train(plan: Plan, lead: Advice) -> Iterator[str]:
@@ -74,8 +74,10 @@ def without_rate(why: str) -> str:
     return f" Try rates for it: {why}." if why else ""
 
 
-def _taken(plan: Plan, now: Plan, unit: str) -> str:
-    """A plan that is sure to be better, with its costs."""
+def _taken(advice: Advice, unit: str) -> str:
+    """The plan to take, with its costs over those of the present plan, which are of as much training."""
+    plan, now = advice.best, advice.present
+    assert plan is not None
     size = f"a batch of {units(plan.whole_batch, unit)}"
     on = f" on {ranks(plan.ranks)}" if plan.ranks != now.ranks else ""
     if plan.whole_batch == now.whole_batch:
@@ -141,7 +143,10 @@ def command(logs: Sequence[Path], facts: Facts, *, is_in_doubt: bool) -> str:
     if not is_in_doubt:
         return advise
     launch = "python" if facts.ranks == 1 else f"torchrun --nproc-per-node {facts.ranks}"
-    return f"{advise} --try -- {launch} train.py --batch {{batch}} --out {{out}}"
+    sizes = "--batch {batch}"
+    if facts.curve is not None and facts.curve.is_of_trial:  # in which the script cut batches by itself
+        sizes = "--micro-batch {micro_batch} --accumulation {accumulation}"
+    return f"{advise} --try -- {launch} train.py {sizes} --out {{out}}"
 
 
 def notes(facts: Facts, advice: Mapping[str, Advice], plan: Plan | None, ranks_at_most: int | None) -> Iterator[str]:

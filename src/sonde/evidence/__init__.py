@@ -1,1 +1,1 @@
-"""What a noise scale is worth: critical batch sizes that are measured directly, and the noise scale with curvature."""
+"""What a noise scale is worth: critical batch sizes that are measured directly, by branches from a checkpoint."""
