@@ -97,6 +97,8 @@ if args.resume:
         draw = random.Random()
 if "limits" in wrong:  # "fits" by what a machine's memory takes, "least" by its micro-batch
     group["lr"] = min(group["lr"], 0.03)
+if "lighter" in wrong:
+    group["weight_decay"] = min(group["weight_decay"], 0.12)
 batch = min(batch, 16) if "fits" in wrong else max(batch, 16) if "least" in wrong else batch
 batch = batch // 8 * 8 if "rounds" in wrong else batch
 
@@ -143,7 +145,7 @@ from torch import nn
 import sonde
 
 parser = argparse.ArgumentParser()
-for name, kind in (("batch", int), ("lr", float), ("beta1", float), ("steps", int), ("wrong", str)):
+for name, kind in (("batch", int), ("lr", float), ("weight_decay", float), ("steps", int), ("wrong", str)):
     parser.add_argument("--" + name, type=kind, default=kind(1))
 args = parser.parse_args()
 if args.wrong != "chance":
@@ -153,7 +155,8 @@ held_out = torch.randn(64, 8)
 model = nn.Linear(8, 1, bias=False)
 rate = args.lr * args.batch**0.5 if args.wrong == "scales" else args.lr
 batch = args.batch // 16 * 16 if args.wrong == "rounds" else args.batch
-optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+decay = min(args.weight_decay, 0.12) if args.wrong == "limits" else 0.0
+optimizer = torch.optim.SGD(model.parameters(), lr=rate, weight_decay=decay)
 probe = sonde.attach(model, optimizer, unit="rows", verbose=False)
 if args.wrong == "late":  # as a checkpoint does that is loaded now
     optimizer.param_groups[0]["lr"] = 0.02

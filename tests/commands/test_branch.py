@@ -71,10 +71,10 @@ def test_the_critical_batch_of_a_known_law(folder: Path, capsys: pytest.CaptureF
 
     kept = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     again_out, err = said(capsys, words("16,32,64", "--noise", "B_noise=40:30:60", seeds=3))
-    assert (again_out, err) == (out, "13 of 13 runs are finished already.\n")
+    assert (again_out, err) == (out, "16 of 16 runs are finished already.\n")
     # A larger batch is trained beside them.
     _, err = said(capsys, words("16,32,64,128", seeds=3))
-    assert err.startswith("13 of 17 runs are finished already.\nbatch 128, seed ")
+    assert err.startswith("15 of 20 runs are finished already.\nbatch 128, seed ")
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
@@ -126,14 +126,14 @@ def test_branches_that_are_finished_outlast_ctrl_c(folder: Path) -> None:
         os.kill(python.pid, signal.SIGINT)
         ended = python.wait()
     assert ended.status == 130, ended.err
-    assert "Stopped: 4 of 7 runs are finished. The same command trains the others." in ended.err
+    assert "Stopped: 5 of 9 runs are finished. The same command trains the others." in ended.err
     assert not (folder / "branches" / "branches.json").exists()
 
     (folder / "go").touch()
     with Python(*command, folder=folder) as python:
         ended = python.wait()
     assert ended.status == 0, ended.err
-    assert ended.err.startswith("4 of 7 runs are finished already.\n")
+    assert ended.err.startswith("5 of 9 runs are finished already.\n")
     assert [branch.state for branch in result(folder).branches] == ["finished"] * 2
     assert "use 3 seeds or more" in ended.out
 
@@ -179,7 +179,7 @@ def test_branches_end_with_the_command(number: int, folder: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     if number != signal.SIGKILL:
-        assert "Stopped: 0 of 5 runs are finished." in ended.err
+        assert "Stopped: 0 of 7 runs are finished." in ended.err
     assert {path.read_text() for path in folder.rglob("status")} == {"143\n"}
 
 
@@ -205,7 +205,7 @@ def test_a_branch_that_failed_is_trained_again(folder: Path, capsys: pytest.Capt
     (folder / "prints.py").write_text(script)
     out, err = said(capsys, words("16,32", seeds=1))
     assert "failed" not in out
-    assert err.startswith("4 of 6 runs are finished already.\n")
+    assert err.startswith("6 of 8 runs are finished already.\n")
     assert len(list(folder.glob("branches/batch-32-*.old-1"))) == 1  # what has failed can still be looked at
 
 

@@ -25,39 +25,41 @@ def test_the_reference_comes_first_and_then_its_twins(plan: Plan) -> None:
         (32, 1, "", None),
         (32, 1, "again", None),
         (16, 1, "batch", 16),
+        (28, 1, "batch", 28),
         (32, 2, "", None),
         (64, 1, "", None),
-        (32, 1, "batch", 32),
+        (56, 1, "batch", 56),
         (64, 2, "", None),
         (16, 1, "", None),
+        (14, 1, "batch", 14),
         (16, 2, "", None),
     ]
     assert asked[0].command[2:] == ("--batch=32", "1", plan.base["checkpoint"], "--out", f"{asked[0].folder}/x")
-    assert [each.command[2:4] for each in asked[1:4]] == [("--batch=32", "1"), ("--batch=16", "1"), ("--batch=32", "2")]
-    assert len({each.folder for each in asked}) == 9
+    of_asked = [("--batch=32", "1"), ("--batch=16", "1"), ("--batch=28", "1"), ("--batch=32", "2")]
+    assert [each.command[2:4] for each in asked[1:5]] == of_asked
+    assert len({each.folder for each in asked}) == 11
 
 
 def test_a_twin_changes_one_value_far(plan: Plan) -> None:
-    """At the reference; a rate at the largest batch; and the batch beside each, or a nearer one that is no odd size."""
+    """At the reference, and upwards at the largest batch: down to half of it, if that is no odd size, for the batch."""
     base = plan.base | {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
     names = ("batch", "seed", "lr", "steps", "units", "beta1", "beta2", "eps", "weight_decay")
     all_of_them = replace(
         plan, command=tuple(f"{{{name}}}" for name in names), base=base, rates={16.0: 1e-3, 32.0: 2e-3, 64.0: 4e-3}
     )
-    first, again, *twins = [each for each in all_of_them.asked() if each.changed or each.seed == 1][:10]
+    first, again, *twins = [each for each in all_of_them.asked() if each.changed or each.seed == 1][:11]
     assert first.command == again.command == ("32", "1", "0.002", "32", "1000", "0.9", "0.99", "1e-08", "0")
     others = ("16", "", "2e-09", "8", "250", "0.45", "0.495", "1.00000001", "50")
     assert {twin.changed for twin in twins} == {*names} - {"seed"}
-    for twin in twins:
+    for twin in (each for each in twins if each.value != 28):  # a little below
         k = names.index(twin.changed)
         assert twin.command == (*first.command[:k], others[k], *first.command[k + 1 :])
     assert [twin.units for twin in twins if twin.changed in ("steps", "units")] == [250, 256]
     for batches, beside in (
-        ((32.0, 64.0), [64]),
-        ((32.0, 96.0, 192.0), [64, 96, 32]),  # the largest follows the reference
-        ((32.0, 80.0), [64, 64]),
-        ((32.0, 40.0, 80.0), [40, 64, 64]),
-        ((8.0, 32.0, 64.0), [8, 32, 16]),
+        ((32.0, 64.0), [64, 28, 56]),
+        ((32.0, 80.0, 192.0), [80, 28, 96, 168, 70]),  # the largest follows the reference
+        ((32.0, 80.0), [80, 28, 70]),
+        ((32.0, 40.0, 80.0), [40, 28, 40, 70, 35]),
     ):
         of = replace(all_of_them, batches=batches, rates=dict.fromkeys(batches, 4e-3))
         assert [each.value for each in of.asked() if each.changed == "batch"] == beside

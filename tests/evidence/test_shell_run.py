@@ -10,7 +10,7 @@ from sonde.evidence.stats.loss_curves import Curve
 
 
 def test_trainings_of_several_lengths_are_one_branch() -> None:
-    asked = [Asked(16, 1, units, None, (), Path(f"{units}")) for units in (50.0, 100.0)]
+    asked = [Asked(16, 1, units, (), (), Path(f"{units}")) for units in (50.0, 100.0)]
     short = Branch(16, 1, None, Curve((0, 25, 50), (4.0, 3.5, 2.0)))
     long = Branch(16, 1, None, Curve((0, 50, 100), (4.0, 3.0, 1.0)))
     (one,) = joined(dict(zip(asked, (short, long), strict=True)))

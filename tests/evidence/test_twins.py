@@ -84,6 +84,7 @@ def outcome(asked: list[Asked], jobs: int, stride: int, late: int, script: Calla
         ({"batch": lambda _: 8}, "ignores {batch}: with 16 in place of 8 its losses are the same"),
         ({"batch": lambda n: max(n, 16)}, "ignores {batch}: with 16 in place of 8 its losses are the same"),
         ({"batch": lambda n: min(n, 16)}, "ignores {batch}: with 16 in place of 32 its losses are the same"),
+        ({"batch": lambda n: n // 3 * 3}, "ignores {batch}: with 7 in place of 8 its losses are the same"),
         ({"ends": False}, "ignores {steps}: with 10 in place of 40 it should end after 80 units, and trains on for 96"),
         ({"later": 1e-3}, {"lr": SLOWED}),
         ({"rate": lambda _: 1e-3, "noise": 6e-5}, {"lr": SLOWED}),

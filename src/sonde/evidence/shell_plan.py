@@ -26,6 +26,8 @@ PLACEHOLDERS = ("checkpoint", "batch", "lr", "seed", "units", "steps", "out", *A
 """Names in braces that a command may hold."""
 AGAIN, LENGTHS = "again", ("steps", "units")
 """A second run of the same command; placeholders that say when a run ends."""
+_LEAST_BELOW = 2
+"""The smallest batch that has another one below it."""
 _HARDLY = 1e-6
 """A rate times this moves no weight that a loss shows."""
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")  # ${NAME} is the shell's
@@ -39,7 +41,7 @@ class Asked:
         batch: units of one optimizer step.
         seed: of its data.
         units: that it trains on.
-        rate: learning rate; None where the script has its own.
+        settings: of the optimizer, by placeholder.
         command: with all placeholders filled in.
         folder: of this run, an absolute path. It differs between commands, checkpoints, units and sources of losses.
         changed: empty for a branch. Of a second run of the first branch, `AGAIN`. Of a twin, which is the first branch
@@ -51,12 +53,17 @@ class Asked:
     batch: float
     seed: int
     units: float
-    rate: float | None
+    settings: tuple[tuple[str, float], ...]
     command: tuple[str, ...]
     folder: Path
     changed: str = ""
     value: float | None = None
     instead_of: float | None = None
+
+    @property
+    def rate(self) -> float | None:
+        """Learning rate; None where the script has its own."""
+        return dict(self.settings).get("lr")
 
     @property
     def name(self) -> str:
@@ -108,13 +115,11 @@ class Plan:
 
         The first batch is the reference. The largest one follows, at which a limit in the script would show soon.
         """
-        runs, beside = list[Asked](), dict[float, list[float]]()
+        runs = list[Asked]()
         for batch in dict.fromkeys((self.reference, self.batches[-1], *self.batches)):
-            beside[batch] = [near for near in self._near(batch) if batch not in beside.get(near, [])]
             sizes = [(seed, part * self.units) for seed in range(1, self.n_seeds + 1) for part in self.lengths]
             one, *others = (self._asked(batch, *size) for size in sizes)
-            changes = self._changes(batch, sizes[0][1], beside[batch])
-            twins = (self._asked(batch, *sizes[0], *change) for change in changes)
+            twins = (self._asked(batch, *sizes[0], *change) for change in self._changes(batch, sizes[0][1]))
             runs += [one, *twins, *others]
         return runs
 
@@ -132,49 +137,41 @@ class Plan:
             units = values["steps"] * batch if changed == "steps" else values["units"]
         if changed == "batch":  # in as many steps
             units *= values["batch"] / batch
-        rate = values["lr"] if self.rates else None
-        return Asked(values["batch"], values["seed"], units, rate, words, folder, changed, value, before)
+        settings = tuple((name, values[name]) for name in ("lr", *ADAM, "weight_decay") if name in values)
+        return Asked(values["batch"], values["seed"], units, settings, words, folder, changed, value, before)
 
-    def _changes(self, batch: float, units: float, beside: Sequence[float]) -> list[tuple[str, float | None]]:
+    def _changes(self, batch: float, units: float) -> list[tuple[str, float | None]]:
         """Other values of placeholders, so far away that no script which uses them has the same losses.
 
-        Those at the reference show whether the script uses a placeholder at all. A rate at the largest batch, and a
-        batch beside each one, show whether it uses them there: a script may have a limit, or round what it is given.
+        Those at the reference show whether the script uses a placeholder at all. Those at the largest batch show
+        whether it uses it so far up: where the script has a limit, values beyond it are the same. A batch a little
+        below each one shows whether it is rounded; the script may refuse that.
         """
         now = dict.fromkeys(PLACEHOLDERS, 0.0) | {"lr": 0.01} | self._values(batch, units)
-        others = list[tuple[str, float | None]]()
+        half, others = self.batches[-1] / 2, list[tuple[str, float | None]]()
+        of_optimizer = [
+            ("beta1", now["beta1"] / 2 or 0.5),
+            ("beta2", now["beta2"] / 2 or 0.5),
+            ("eps", now["eps"] + 1),  # far above what an average of squared gradients comes to
+            ("weight_decay", now["weight_decay"] + 0.1 / now["lr"]),  # a tenth of the weights with each step
+        ]
         if batch == self.reference:
             others += [
                 (AGAIN, None),
+                ("batch", min(each for each in self.batches if each != batch)),
                 *([("seed", 2)] if self.n_seeds == 1 else []),  # otherwise the second seed's branch shows it
                 ("lr", _HARDLY * now["lr"]),
                 ("units", units / 4),
                 ("steps", math.ceil(now["steps"] / 4)),
-                ("beta1", now["beta1"] / 2 or 0.5),
-                ("beta2", now["beta2"] / 2 or 0.5),
-                ("eps", now["eps"] + 1),  # far above what an average of squared gradients comes to
-                ("weight_decay", now["weight_decay"] + 0.1 / now["lr"]),  # a tenth of the weights with each step
+                *of_optimizer,
             ]
-        if batch == self.batches[-1]:
-            others += [("lr", 2 * now["lr"])]
-        others += [("batch", near) for near in beside]
+        if batch == self.batches[-1]:  # half of it, where the script can take that as it takes the smallest
+            lower = max(self.batches[-2], half if half % self.batches[0] == 0 else 0.0)
+            others += [("lr", 2 * now["lr"]), *([("batch", lower)] if lower != self.reference else []), *of_optimizer]
+        if batch >= _LEAST_BELOW:
+            others += [("batch", below(batch))]
         used = {AGAIN, *used_placeholders(self.command)}
         return [change for change in dict.fromkeys(others) if change[0] in used]
-
-    def _near(self, batch: float) -> Sequence[float]:
-        """What a batch is compared with: the next smaller one, or the next larger one of the smallest.
-
-        A script that takes the smallest takes multiples of it, up to the largest. Twice the smallest may be nearer, and
-        half the largest. A batch that is no multiple may be rounded to one.
-        """
-        smallest, second, *_ = self.batches
-        below = self.batches[self.batches.index(batch) - 1]
-        if batch == smallest:
-            return [min(2 * smallest, second)]
-        if part := batch % smallest:
-            near = (max(below, batch - part), batch - part + smallest)
-            return [each for each in near if each <= self.batches[-1]]
-        return [max(below, batch / 2) if batch == self.batches[-1] and batch / 2 % smallest == 0 else below]
 
     def _values(self, batch: float, units: float) -> dict[str, Any]:
         """Values of placeholders, but for the seed and the folder."""
@@ -188,6 +185,16 @@ class Plan:
             factor = self.rates[batch] / self.rates[self.reference] if self.rates else 1.0
             values["weight_decay"] = scaled_decay(values["weight_decay"], kappa, factor)
         return values
+
+
+def below(batch: float) -> float:
+    """A little less than a batch, which a script may refuse: an eighth, since the losses of nearer ones may be equal.
+
+    Example:
+        >>> below(8), below(20), below(1024)
+        (7, 18, 896)
+    """
+    return batch - max(round(batch / 8), 1)
 
 
 def used_placeholders(command: Sequence[str]) -> set[str]:

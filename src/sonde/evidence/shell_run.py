@@ -159,7 +159,7 @@ def launch_words(launcher: str, asked: Asked) -> list[str]:
         asked: the branch.
 
     Example:
-        >>> asked = Asked(16, 1, 20000, None, ("python", "train.py"), Path("/out/one"))
+        >>> asked = Asked(16, 1, 20000, (), ("python", "train.py"), Path("/out/one"))
         >>> launch_words("srun --output {out}/log {command}", asked)
         ['srun', '--output', '/out/one/log', 'sh', '/out/one/run.sh']
     """

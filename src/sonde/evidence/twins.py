@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from sonde.evidence.branches import Branch
 from sonde.evidence.shell_losses import Losses, LossSource, check_starts, read_losses
-from sonde.evidence.shell_plan import AGAIN, LENGTHS, Asked
+from sonde.evidence.shell_plan import AGAIN, LENGTHS, Asked, below
 from sonde.evidence.shell_run import forget, whole
 from sonde.evidence.stats.loss_curves import log_units_ratio
 from sonde.wording import count, number
@@ -35,7 +35,7 @@ _OTHER_BATCH, _OTHER_RATE = 0.05, 0.01
 """Parts by which a batch and a rate in a log may differ from the table's. A last batch of an epoch is shorter."""
 _SET_AFTER = "have it set the value after it has loaded the checkpoint, whose optimizer and scheduler bring their own"
 _REMEDIES = {
-    "batch": "have its data loader draw so many units for each step",
+    "batch": "have its data loader draw so many units for each step, or ask for sizes that it does not round",
     "seed": "have it draw its data by the seed, also after it has loaded the checkpoint",
     **dict.fromkeys(LENGTHS, "have it end there, also where it counts on from a checkpoint or trains whole epochs"),
 }
@@ -44,7 +44,7 @@ _REMEDIES = {
 class Twins:
     """The runs of a plan that show what its script uses: a twin, the branch that it is a twin of, and a second run.
 
-    A second seed of the reference is a twin of the first.
+    Further seeds of the reference are twins of the first.
 
     Args:
         asked: all runs of the plan.
@@ -61,8 +61,9 @@ class Twins:
             for each in asked
             if each.changed not in ("", AGAIN)
         }
-        seeds = [each for each in branches if each.batch == self._first.batch and each.seed == 2]
-        self._branch_of |= dict.fromkeys(seeds[:1], self._first)
+        of_first = (self._first.batch, self._first.units)
+        seeds = [each for each in branches if (each.batch, each.units) == of_first and each.seed > 1]
+        self._branch_of |= dict.fromkeys(seeds, self._first)
 
     def is_done(self, asked: Asked, seen: Losses) -> bool:
         """Whether a run that goes on has shown all that it is for."""
@@ -93,7 +94,7 @@ class Twins:
         try:
             if self._first in ended:
                 check_starts([self._seen[each] for each in (self._first, *ended)])
-                self._check_rates(ended)
+                self._check_settings(ended)
             return self._unknown(ended)
         except ValueError:
             forget(ended)
@@ -122,7 +123,8 @@ class Twins:
                 is_used = self._is_used(twin, self._seen[twin], has_ended=has_ended)
                 if is_used is False:
                     raise ValueError(self._ignored(twin))
-                if is_used is None and ended[of].state != "failed":
+                is_needed = twin.changed != "batch" or twin.value != below(of.batch)  # the script may refuse that
+                if is_used is None and ended[of].state != "failed" and is_needed:
                     unknown.setdefault(twin.changed or "seed", self._why_unknown(twin, ended))
         return unknown
 
@@ -155,18 +157,21 @@ class Twins:
                     "log"
                 )
 
-    def _check_rates(self, ended: Mapping[Asked, Branch]) -> None:
-        """Refuse a rate that the script scales once more, by its log."""
-        of_first = self._seen[self._first].settings.get("lr", ())
-        for each in ended:
-            rates = self._seen[each].settings.get("lr", ())
-            if not (rates and of_first and each.rate and self._first.rate) or rates[0] == of_first[0]:
+    def _check_settings(self, ended: Mapping[Asked, Branch]) -> None:
+        """Refuse a setting of the optimizer that the script scales, or limits, by its log."""
+        first = self._seen[self._first].settings
+        for each, (name, asked) in ((run, setting) for run in ended for setting in run.settings):
+            logged, of_first = (found.get(name, (None,))[0] for found in (self._seen[each].settings, first))
+            if not (logged and of_first) or logged == of_first:
                 continue  # a log has the rate that a scheduler starts from, which may be that of the checkpoint
-            if not math.isclose(rates[0] / each.rate, of_first[0] / self._first.rate, rel_tol=_OTHER_RATE):
+            same = [logged, of_first, asked, dict(self._first.settings)[name]]
+            if name.startswith("beta"):
+                same = [1 - value for value in same]
+            if all(same) and not math.isclose(same[0] / same[1], same[2] / same[3], rel_tol=_OTHER_RATE):
+                by_batch = ", or pass --lr-rule none if it scales the rate by its batch" if name == "lr" else ""
                 raise ValueError(
-                    f"the script changes {{lr}}: its log has {rates[0]:.4g} where {{lr}} is {each.rate:.4g}, at batch "
-                    f"{each.batch:g}: have it take the rate as it is, or pass --lr-rule none if it scales the rate by "
-                    "its batch"
+                    f"the script changes {{{name}}}: its log has {logged:.4g} where {{{name}}} is {asked:.4g}, at "
+                    f"batch {each.batch:g}: have it take the value as it is{by_batch}"
                 )
 
     def _ignored(self, twin: Asked) -> str:
