@@ -55,8 +55,10 @@ if mode.startswith("ends"):
     steps = int(mode.removeprefix("ends "))
 if mode == "ignores":
     rows = 16
-if mode == "small data":
+if mode.startswith("small data"):
     rows = min(rows, 50)
+if mode == "cut":
+    options.accumulation, rows = rows // 16, 16
 if mode == "memory" and rows > 32:
     raise torch.OutOfMemoryError("Tried to allocate 64 GiB. CUDA out of memory.")
 if mode == "killed" and rows > 32:
@@ -75,7 +77,8 @@ class Slow(nn.Module):
 
     def forward(self, data):
         x = data["x"]
-        time.sleep(0.05 - 0.0005 * len(x) if mode == "falls" else 0.005 + 0.0005 * len(x) + 0.3 * is_busy)
+        falling = 0.05 - 0.0005 * len(x) if mode == "falls" else 0.05 / options.accumulation**2
+        time.sleep(falling if mode in ("falls", "cut") else 0.005 + 0.0005 * len(x) + 0.3 * is_busy)
         return self.line(x)
 
 
@@ -95,7 +98,9 @@ for k in range(steps):
         if options.log and k and probe.measures_now:  # the first steps are not timed
             sys.exit("this step is measured")
         x = torch.randn(rows // 3 if mode == "epochs" and k % 2 else rows, 4)
-        out = model({"x": x}) if mode != "functions" else x @ model.line.weight.T
+        mask = torch.ones(512, 512) if mode == "mask" else torch.ones(len(x), 1 + 7 * k % 30)
+        data = {"x": x, "mask": mask} if mode in ("mask", "small data, padded") else {"x": x}
+        out = model(data) if mode != "functions" else x @ model.line.weight.T
         out.mean().backward(retain_graph=mode == "two losses")
         if mode == "two losses":
             out.square().mean().backward()
@@ -198,7 +203,7 @@ def test_a_time_that_falls_is_tried_once_more_and_the_faster_try_counts(script: 
     assert [words.split(" a step")[0] for words in said] == times
 
 
-@pytest.mark.parametrize("mode", ["epochs", "ends 9", "two losses"])
+@pytest.mark.parametrize("mode", ["epochs", "ends 9", "two losses", "mask"])
 def test_steps_that_are_timed_as_all_others(script: str, mode: str) -> None:
     """Half of them have a third of the data; there are as many as are needed; each has two backwards."""
     curve = tried(script, mode, pace=dataclasses.replace(QUICK, least_seconds=1.0))
@@ -240,7 +245,9 @@ def test_a_size_that_never_fits_is_refused(script: str) -> None:
         ("ends 8", (16,), "the script, at a batch of 16, ended by itself after 8 optimizer steps of 9: have it train"),
         ("ignores", (16, 64), "a step at a batch of 64 takes in 1 times the data of one at 16, where 4 times"),
         ("small data", (16, 64), "a step at a batch of 64 takes in 3.1. times the data of one at 16, where 4 times"),
-        ("falls", (16, 64), "a micro-batch of 64 took .*, less than one of 16, .*: the machine is busy, or"),
+        ("small data, padded", (16, 64), "a step at a batch of 64 takes in 3.1. times the data of one at 16, where 4"),
+        ("cut", (16, 64), "a step of 64 took 1.* ms, and one of 16 took .*: the machine is busy, or"),
+        ("falls", (16, 64), "a step of 64 took .*, and one of 16 took .*: the machine is busy, or"),
         ("critic", (16,), "the script's optimizers do not step equally often, so which of them ends a step"),
         ("functions", (16,), "the script calls no torch module with data, so whether it uses its batch cannot be told"),
     ],
@@ -249,7 +256,9 @@ def test_what_cannot_be_tried_is_refused(script: str, mode: str, sizes: tuple[in
     words: list[str] = []
     with pytest.raises(ValueError, match=said):
         tried(script, mode, sizes, said=words)
-    assert len(words) == (4 if mode == "falls" else 1 if "data of" in said else 0)  # one more round, and no other
+    assert len(words) == (
+        4 if mode in ("falls", "cut") else 1 if "data of" in said else 0
+    )  # one more round, and no other
 
 
 def test_micro_batches_that_are_not_taken_are_refused(script: str) -> None:

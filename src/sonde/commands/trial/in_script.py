@@ -12,6 +12,7 @@ import os
 import resource
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +26,7 @@ from sonde.log.sinks import TRIAL
 
 
 class StepTimes:
-    """Writes a line for each step: seconds, seconds of the update, backwards, elements of data, ranks, peak of memory.
+    """Writes a line for each step: seconds, those of the update, backwards, elements and sizes of data, ranks, memory.
 
     `is_even` says whether each optimizer of the script has stepped once in this step.
     The environment tells the path of the file, to which the rank is added.
@@ -38,6 +39,8 @@ class StepTimes:
         """The optimizer whose steps are counted: the first that steps. Others may step beside it."""
         self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         self._n_updates = self._n_backwards = self._n_elements = self._depth = 0
+        self._sizes = Counter[str]()
+        """Of each dim of each tensor that outermost modules are called with."""
         self._begun: float | None = None
         self._update = self._update_begun = 0.0
         self._is_updating = self._has_closure = self._is_in_module = False
@@ -56,9 +59,11 @@ class StepTimes:
             # Asked first: compiled code must depend on nothing that is counted here, or it is compiled again and again.
             if torch.compiler.is_compiling() or self._is_in_module or not torch.is_grad_enabled():
                 return call(module, *args, **kwargs)
-            # What an outermost module is called with is in proportion to the batch.
+            # Of what an outermost module is called with, something is in proportion to the batch.
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._n_elements += sum(leaf.numel() for leaf in given if not isinstance(leaf, nn.Parameter))
+            data = [leaf for leaf in given if not isinstance(leaf, nn.Parameter)]
+            self._n_elements += sum(leaf.numel() for leaf in data)
+            self._sizes.update({f"{k} {dim}": n for k, leaf in enumerate(data) for dim, n in enumerate(leaf.shape)})
             self._is_in_module = True
             try:
                 return call(module, *args, **kwargs)
@@ -96,6 +101,7 @@ class StepTimes:
                 "seconds": now - self._begun,
                 "backwards": self._n_backwards,
                 "elements": self._n_elements,
+                "sizes": self._sizes,
                 "is_even": self._n_updates == len(self._optimizers),
                 "ranks": ranks,
                 "memory": self._memory(),
@@ -104,6 +110,7 @@ class StepTimes:
                 step["update"] = self._update
             self._file.write(json.dumps(step) + "\n")
         self._begun, self._update, self._n_updates, self._n_backwards, self._n_elements = now, 0.0, 0, 0, 0
+        self._sizes.clear()
 
     def _now(self) -> float:
         if torch.cuda.is_initialized():

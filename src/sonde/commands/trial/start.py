@@ -35,10 +35,10 @@ _WARM, _LEAST = 3, 3
 _WHOLE, _EVEN = 0.4, 0.75
 """Parts of the steps: so many take in equally much where data are not padded, and see each optimizer step once."""
 _PROPORTIONAL, _ROUNDED = 1.6, 1.1
-"""A step's data may be so many times more, or less, than its batch says: sequences are padded to different lengths, or
-a batch is cut into whole micro-batches."""
+"""A step's data may be so many times more, or less, than its batch says: packed sequences have different lengths, or a
+batch is cut into whole micro-batches."""
 _FALLS = 0.75
-"""A larger micro-batch that takes less than this part of a smaller one's time was timed on a busy machine."""
+"""A larger step that takes less than this part of a smaller one's time was timed on a busy machine."""
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|MemoryError|Signal 9 \(SIGKILL\)", re.IGNORECASE
 )
@@ -172,8 +172,8 @@ def try_sizes(
         for n_round in range(pace.rounds + 1):
             timings = _timings(tried)
             # Another program may have slowed down a size that takes longer than a larger one: both are tried once more.
-            falling = [size for size, each in timings.items() if each.micro_batch in _falling(timings)]
-            for size in sizes if n_round < pace.rounds else falling:
+            falling = {size for pair in _falling(timings) for size in pair}
+            for size in sizes if n_round < pace.rounds else [size for size in sizes if size in falling]:
                 if size.micro_batch >= end:
                     continue
                 step = _tried(command, size, Path(place) / f"{n_round}-{size.batch}-{size.accumulation}", pace)
@@ -198,7 +198,7 @@ def try_sizes(
     return TimeCurve(tuple(timings.values()), end * timing.micro_batch / last.micro_batch)
 
 
-_Step = Mapping[str, float]
+_Step = Mapping[str, Any]
 """A line of the file of steps, or the median of several such lines."""
 
 
@@ -248,11 +248,13 @@ def _median_step(lines: Sequence[_Step]) -> _Step:
     timed = lines[_WARM:]
     most = max(line["elements"] for line in timed)
     whole = [line for line in timed if line["elements"] == most]
-    is_whole = len(whole) >= _WHOLE * len(timed)
-    used = whole if is_whole else timed
-    step = {name: statistics.median(line[name] for line in used) for name in used[-1]}
-    evenness = statistics.fmean(line["is_even"] for line in timed)
-    return step | {"is_whole": is_whole, "is_even": evenness, "memory": max(line["memory"] for line in lines)}
+    used = whole if len(whole) >= _WHOLE * len(timed) else timed
+    step = {name: statistics.median(line[name] for line in used) for name in used[-1].keys() - {"sizes"}}
+    step |= {"is_even": statistics.fmean(line["is_even"] for line in timed)}
+    sizes = {key: [line["sizes"].get(key, 0) for line in used] for key in used[-1]["sizes"]}
+    steady = {key for key, of in sizes.items() if of.count(max(of)) >= _WHOLE * len(of)}
+    medians = {key: (statistics.median(of), key in steady) for key, of in sizes.items()}
+    return step | {"sizes": medians, "memory": max(line["memory"] for line in lines)}
 
 
 def _timings(tried: Mapping[Size, Sequence[_Step]]) -> dict[Size, Timing]:
@@ -307,7 +309,7 @@ def _check_data(tried: dict[Size, list[_Step]]) -> None:
             "as model(data), outside of compiled functions, or compare runs of your own with sonde advise RUN RUN"
         )
     if (off := _off(tried)) != 1:
-        small, large = (end(tried, key=lambda size: size.batch).batch for end in (min, max))
+        small, large = (size.batch for size in _ends(tried))
         raise ValueError(
             f"a step at a batch of {large:,} takes in {number(off * large / small)} times the data of one at "
             f"{small:,}, where {number(large / small)} times are expected: the script ignores its batch, its data set "
@@ -317,28 +319,40 @@ def _check_data(tried: dict[Size, list[_Step]]) -> None:
 
 
 def _off(tried: Mapping[Size, Sequence[_Step]]) -> float:
-    """How many times too much data the largest batch takes in, beside the smallest; 1 where it is about right."""
+    """How many times too much data the largest batch takes in, beside the smallest; 1 where it is about right.
+
+    It is right if any dim of what the model is called with is in proportion: a mask, or sequences' length, is not.
+    """
+    (small, few), (large, many) = ((size, tried[size][0]) for size in _ends(tried))
+    found = list[float]()
+    for key, (n, is_steady) in many["sizes"].items():
+        of_few, was_steady = few["sizes"].get(key, (0, False))
+        most = _ROUNDED if is_steady and was_steady else _PROPORTIONAL
+        found.append(n / max(of_few, 1) / (large.batch / small.batch))
+        if 1 / most < found[-1] < most:
+            return 1.0
+    return max(found, default=0.0)
+
+
+def _ends(tried: Mapping[Size, Sequence[_Step]]) -> tuple[Size, Size]:
     sizes = sorted(tried, key=lambda size: size.batch)
-    (small, few), (large, many) = ((size, tried[size][0]) for size in (sizes[0], sizes[-1]))
-    off = (many["elements"] / few["elements"]) / (large.batch / small.batch)
-    most = _ROUNDED if few["is_whole"] and many["is_whole"] else _PROPORTIONAL
-    return 1.0 if 1 / most < off < most else off
+    return sizes[0], sizes[-1]
 
 
-def _falling(timings: Mapping[Size, Timing]) -> dict[float, float]:
-    """Seconds of micro-batches that took less time than the next smaller one, and of that one before each."""
-    curve, found = TimeCurve(tuple(timings.values())), dict[float, float]()
-    for small, large in itertools.pairwise(sorted({each.micro_batch for each in curve.timings})):
-        seconds = {size: curve.of_step(size, 1, curve.timings[0].ranks)[0].likely for size in (small, large)}
-        if seconds[large] < _FALLS * seconds[small]:
-            found |= seconds
-    return found
+def _falling(timings: Mapping[Size, Timing]) -> list[tuple[Size, Size]]:
+    """Sizes of which the second took less time, with at least as many micro-batches that are at least as large."""
+    return [
+        (small, large)
+        for (small, one), (large, other) in itertools.permutations(timings.items(), 2)
+        if one.micro_batch <= other.micro_batch and one.accumulation <= other.accumulation
+        if other.seconds < _FALLS * one.seconds
+    ]
 
 
 def _check_rising(timings: Mapping[Size, Timing]) -> None:
-    if falling := _falling(timings):
-        (small, of_small), (large, of_large), *_ = falling.items()
+    for small, large in _falling(timings):
+        less, more = (duration(timings[size].seconds) for size in (large, small))
         raise ValueError(
-            f"a micro-batch of {large:g} took {duration(of_large)}, less than one of {small:g}, {duration(of_small)}: "
-            "the machine is busy, or the script does other work at each size. Try again when the machine is idle"
+            f"a step of {large.batch:,} took {less}, and one of {small.batch:,} took {more}: the machine is busy, or "
+            "the script does other work at each size. Try again when the machine is idle"
         )
