@@ -181,7 +181,7 @@ def test_logs_without_readings_of_another_version_and_of_other_models_are_refuse
         ([empty], "has no reading of the noise scale"),
         ([other], "was written with record schema 3"),
         ([one, empty], "has no reading of the noise scale"),
-        ([one, one], "a log is given twice"),
+        ([one, f"{one}/records.jsonl"], "a log is given twice"),
         ([one, run(tmp_path / "model", header=header(parameters=5))], "got different models: 1,234,567 parameters and"),
         ([one, run(tmp_path / "unit", header=header() | {"unit": "rows"})], "got different units: sequences and rows"),
         ([one, run(tmp_path / "kind", header=header(optimizer_kind="SGD (β = 0)"))], "got different optimizers: "),

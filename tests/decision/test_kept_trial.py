@@ -37,14 +37,6 @@ def test_a_trial_of_another_model_or_unit_is_left_out(tmp_path: Path, name: str,
     assert note.endswith(f"trial.json is not used: it is of another {name}, {other or 'none'}. Start the trial again.")
 
 
-@pytest.mark.parametrize("seconds", [0.0045, 0.022])
-def test_another_machines_trial_is_used_and_said(tmp_path: Path, seconds: float) -> None:
-    curve = tried((16, seconds), (64, 2 * seconds))
-    found = beside(tmp_path, trial_text(curve, LOGGED))
-    assert found.curve == curve
-    assert f"{1000 * seconds:.2g} ms in the trial, whose times are used, and 10 ms in the log" in found.notes[0]
-
-
 TEXT = trial_text(tried((16, 0.010), (64, 0.011)), LOGGED)
 
 

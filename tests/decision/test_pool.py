@@ -130,6 +130,10 @@ def test_without_a_loss_in_common_the_last_run_is_gone_on_from() -> None:
     assert pooled.notes == ("The runs have no loss in common, so the next run goes on from the last one, b.",)
 
 
+def test_a_young_log_does_not_silence_the_others() -> None:
+    assert pool([facts(4, 90.0, name="a"), facts(8, 90.0, name="b", warms_up=True)]).name == "a"
+
+
 def test_a_trial_is_not_mixed_with_times_of_logs_and_the_least_end_of_memory_counts() -> None:
     log, trial = (
         TimeCurve((Timing(16, 1, 1, 0.5),)),

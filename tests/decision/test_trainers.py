@@ -18,7 +18,7 @@ from sonde.decision.law import exactly
 from sonde.decision.plans import Plan
 from sonde.decision.trainers import TRAINERS, in_trainer, trainer_named
 
-TO: dict[str, Any] = {"unit": "sequences", "present": 128, "units_seen": 64_000, "tokens": 1024}
+TO: dict[str, Any] = {"unit": "sequences", "tokens": 1024}
 
 
 def plan(ranks: int = 8, accumulation: int = 4, micro_batch: int = 16) -> Plan:
@@ -29,13 +29,8 @@ def plan(ranks: int = 8, accumulation: int = 4, micro_batch: int = 16) -> Plan:
 
 
 def said(trainer: str, to: Plan | None = None, **others: Any) -> str:
-    """By default of 512 sequences, with 128 so far."""
+    """By default of 512 sequences."""
     return "\n".join(in_trainer(trainer, to or plan(), **TO | others))
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_an_average_of_batches_is_set_as_whole_numbers(trainer: str) -> None:
-    assert said(trainer, present=127.8) == said(trainer)
 
 
 FACTORS = {
@@ -68,20 +63,17 @@ def product(said: str, pattern: str) -> int:
     ranks=st.integers(1, 64) | st.integers(1, 10**12),
     accumulation=st.integers(1, 1024),
     micro=st.integers(1, 4096),
-    present=st.integers(1, 10**6),
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_numbers_multiply_to_the_batch(ranks: int, accumulation: int, micro: int, present: int) -> None:
+def test_numbers_multiply_to_the_batch(ranks: int, accumulation: int, micro: int) -> None:
     to = plan(ranks, accumulation, micro)
     n = ranks * accumulation * micro
     assert to.whole_batch == n
     for trainer in TRAINERS:
         unit = "prompts" if trainer in ("verl", "prime-rl") else "sequences"
-        told = said(trainer, to, unit=unit, present=present, tokens=1, completions=1)
+        told = said(trainer, to, unit=unit, tokens=1, completions=1)
         assert product(told, FACTORS[trainer]) == n
         assert n % product(told, DIVIDES.get(trainer, "never")) == 0
-        for size in re.findall(r"--rampup-batch-size (\d+)", told):
-            assert int(size) % (micro * ranks) == 0
 
 
 def test_transformers_takes_the_flags(tmp_path: Any) -> None:
@@ -133,19 +125,6 @@ def test_without_the_length_of_sequences_tokens_are_left_to_the_user() -> None:
         assert "--training.num_tokens_per_train_step 512×SEQUENCE_LENGTH" in said("torchtitan", tokens=tokens)
 
 
-def test_megatrons_ramp_has_one_increment_where_the_schedule_has_its_step() -> None:
-    """By the rule of its RampupBatchsizeNumMicroBatchesCalculator: an increment after samples/increments."""
-    start, increment, samples = map(int, re.findall(r"--rampup-batch-size (\d+) (\d+) (\d+)", said("Megatron"))[0])
-    n_increments = (512 - start) / increment
-    assert [start + math.floor(seen / (samples / n_increments)) * increment for seen in (63_999, 64_000)] == [128, 512]
-    assert '"0:128 65536000:512"' in said("Megatron")
-    assert "--rampup" not in said("Megatron", plan(2, 1, 32))  # no ramp goes down
-    on_64 = said("Megatron", plan(64, 1, 16))  # whose micro-batches of 16 make 1024, not 128
-    assert "--rampup" not in on_64
-    assert "--step-batch-size-schedule" not in on_64
-    assert "each batch of a run that grows must be a multiple of 16 × 64" in on_64
-
-
 @pytest.mark.parametrize(
     ("trainer", "flags"),
     [
@@ -156,7 +135,7 @@ def test_megatrons_ramp_has_one_increment_where_the_schedule_has_its_step() -> N
 )
 def test_in_rl_prompts_and_rollouts_are_told_apart(trainer: str, flags: list[str]) -> None:
     to = plan(2, 1, 16)
-    told = said(trainer, to, unit="prompts", present=16, completions=8)
+    told = said(trainer, to, unit="prompts", completions=8)
     assert all(flag in told for flag in flags), told
 
 

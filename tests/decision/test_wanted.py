@@ -87,6 +87,9 @@ def test_the_next_command_is_as_a_shell_reads_it_and_on_as_many_ranks() -> None:
     known = facts(64, 60_000.0, pieces=8.0, ranks=4)
     command = "sonde advise 'runs/a b' --try -- torchrun --nproc-per-node 4 train.py --batch {batch} --out {out}"
     assert decide(known, logs=[Path("runs/a b")]).command == command
+    cut = TimeCurve((Timing(2, 8, 4, 0.1, 0.0), Timing(2, 32, 4, 0.4, 0.0)))  # a trial in which the script cut batches
+    after = decide(dataclasses.replace(known, curve=cut), logs=[Path("a")]).command
+    assert after.endswith("train.py --micro-batch {micro_batch} --accumulation {accumulation} --out {out}")
     assert decide(known, logs=[Path("runs/a b"), Path("runs/c")]).command == command.replace("b' ", "b' runs/c ", 1)
 
 

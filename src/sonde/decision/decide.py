@@ -321,15 +321,7 @@ def _kind(lead: Advice) -> Kind:
 
 
 def _how(facts: Facts, trainer: str, plan: Plan, asked: float | None) -> tuple[str, ...]:
-    how = in_trainer(
-        trainer,
-        plan,
-        unit=facts.unit,
-        present=facts.batch or 1.0,
-        units_seen=facts.units_seen,
-        tokens=facts.tokens,
-        completions=facts.completions,
-    )
+    how = in_trainer(trainer, plan, unit=facts.unit, tokens=facts.tokens, completions=facts.completions)
     if asked in (None, plan.whole_batch):
         return how
     said = f"{asked:,.15g} does not split well into ranks and micro-batches: this sets {plan.whole_batch:,}"

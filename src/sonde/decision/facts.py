@@ -90,7 +90,6 @@ class Facts:
         tokens: of one unit; None where they were not counted.
         completions: to each prompt, in RL.
         completions_share: the part of a step's noise that comes from completions.
-        units_seen: by the run.
         model: what tells one model from another, in words.
         reached: beside other runs; None without.
         branched: the critical batch size from here on, as `sonde branch` has measured it; None without.
@@ -121,7 +120,6 @@ class Facts:
     tokens: float | None = None
     completions: float | None = None
     completions_share: float | None = None
-    units_seen: float = 0.0
     model: str = ""
     reached: Reached | None = None
     branched: Range | None = None
@@ -236,7 +234,6 @@ def facts_of(
         needs_batch=batch_norms if setup.get("batch_norms") else advantages if unit in _OF_PLAY else "",
         trainer=str(setup.get("trainer") or ""),
         tokens=tokens / batch if tokens and batch else None,
-        units_seen=metrics.get("run/units_seen") or 0.0,
         model="" if setup.get("parameters") is None else f"{int(setup['parameters']):,} parameters",
         **more,
     )

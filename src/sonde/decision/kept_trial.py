@@ -9,12 +9,9 @@ from pathlib import Path
 
 from sonde.decision.facts import Facts
 from sonde.decision.time_curve import TimeCurve, Timing
-from sonde.wording import duration
 
 TRIAL_NAME = "trial.json"
 _SCHEMA = 2
-_AS_LOGGED = 2.0
-"""A step of the trial takes so many times that of the log, or less, on the same kind of machine."""
 
 
 def trial_text(curve: TimeCurve, facts: Facts) -> str:
@@ -32,7 +29,7 @@ def trial_text(curve: TimeCurve, facts: Facts) -> str:
 def with_trial(facts: Facts, folder: Path) -> Facts:
     """The facts of a run with the time curve of the trial beside its log, if there is one.
 
-    Where it cannot be used, or another machine seems to have run it, a note says so.
+    Where it cannot be used, a note says so.
 
     Args:
         facts: as logged.
@@ -45,16 +42,7 @@ def with_trial(facts: Facts, folder: Path) -> Facts:
         curve = _read(file, facts)
     except ValueError as error:
         return replace(facts, notes=(*facts.notes, f"{file} is not used: it is {error}. Start the trial again."))
-    notes = facts.notes
-    if facts.curve is not None:
-        here = facts.whole_micro_batch, facts.accumulation, facts.ranks
-        logged, tried = (each.of_step(*here)[0].likely for each in (facts.curve, curve))
-        if not 1 / _AS_LOGGED < tried / logged < _AS_LOGGED:
-            notes += (
-                f"A step took {duration(tried)} in the trial, whose times are used, and {duration(logged)} in the log: "
-                "if another machine ran the trial, try again on the one that trains.",
-            )
-    return replace(facts, curve=curve, notes=notes)
+    return replace(facts, curve=curve)
 
 
 def _read(file: Path, facts: Facts) -> TimeCurve:

@@ -39,14 +39,7 @@ TRAINERS: Mapping[str, tuple[str, ...]] = {
         "--training.num_tokens_per_train_step {batch_tokens}",
         "data-parallel size {ranks}. The batch is fixed for a run",
     ),
-    "Megatron": (
-        "--micro-batch-size {micro_batch} --global-batch-size {batch}, with a data-parallel size of {ranks}",
-        "each batch of a run that grows must be a multiple of {micro_batch} × {ranks}",
-        'to grow within a run, main since 2026-04: --step-batch-size-schedule "0:{present} {seen_tokens}:{batch}" in '
-        "tokens, without --global-batch-size",
-        "core 0.16.1: --rampup-batch-size {present} {increment} {seen} --global-batch-size {batch}: one increment, "
-        "after {seen} samples",
-    ),
+    "Megatron": ("--micro-batch-size {micro_batch} --global-batch-size {batch}, with a data-parallel size of {ranks}",),
     "DeepSpeed": (
         '"train_batch_size": {batch}, "train_micro_batch_size_per_gpu": {micro_batch}, '
         '"gradient_accumulation_steps": {accumulation}',
@@ -68,8 +61,6 @@ TRAINERS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """What to set, in lines, by the trainer's name."""
-_GROWS = "{present}"
-"""In lines about a batch that grows within a run."""
 SET_THEIR_RATES = ("nanochat",)
 """Trainers that scale their rates with the batch by themselves."""
 
@@ -93,8 +84,6 @@ def in_trainer(
     plan: Plan,
     *,
     unit: str,
-    present: float,
-    units_seen: float,
     tokens: float | None = None,
     completions: float | None = None,
 ) -> tuple[str, ...]:
@@ -104,8 +93,6 @@ def in_trainer(
         name: of the trainer. One that is not in the table is taken for a plain loop.
         plan: of the batch to set.
         unit: plural name of the unit.
-        present: the batch of the run that the log is of.
-        units_seen: units that it has seen.
         tokens: of one unit on average; None where the log does not say it.
         completions: to each prompt, in RL; None where the log does not say it.
     """
@@ -113,27 +100,22 @@ def in_trainer(
         name = "transformers"
     if name in ("verl", "prime-rl") and unit != "prompts":
         return (f"{name} is told in prompts, and this log counts {unit}: measure with unit='prompts'",)
-    micro, batch, now, seen = plan.micro_batch, plan.whole_batch, round(present), round(units_seen)
+    micro, batch = plan.micro_batch, plan.whole_batch
     if tokens is not None and tokens != round(tokens):  # not the length of the sequences, which are padded
         tokens = None
     values = vars(plan) | {
         "size": units(micro, unit),
         "backwards": plural(plan.accumulation, "backward"),
         "batch": batch,
-        "present": now,
-        "increment": batch - now,
-        "seen": seen,
         "completions": _product(1, completions, "COMPLETIONS"),
         "rollouts": _product(batch, completions, "COMPLETIONS"),
         "micro_tokens": _product(micro, tokens, "SEQUENCE_LENGTH"),
         "batch_tokens": _product(batch, tokens, "SEQUENCE_LENGTH"),
-        "seen_tokens": _product(seen, tokens, "SEQUENCE_LENGTH"),
     }
-    grows = batch > now and seen > 0 and now % (micro * plan.ranks) == 0
     return tuple(
         line.format(**values)
         for line in TRAINERS.get(name, TRAINERS["plain loop"])
-        if (grows or _GROWS not in line) and (plan.ranks > 1 or line != _TORCHRUN)
+        if plan.ranks > 1 or line != _TORCHRUN
     )
 
 

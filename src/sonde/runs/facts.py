@@ -131,5 +131,4 @@ def _of_prompts(run: Run, last: PolicyReading, noise: RatioInterval) -> Facts:
         trainer=str(setup.get("trainer") or ""),
         completions=setup.get("completions_per_prompt"),
         completions_share=share[-1] if share else None,
-        units_seen=batch * last.window,
     )
