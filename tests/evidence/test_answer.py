@@ -69,7 +69,7 @@ def test_why_the_law_gives_nothing_stands_in_its_row() -> None:
 def test_without_an_answer_the_reason_is_said_once() -> None:
     one_seed = plausible_branches(seeds=1)
     assert headline(one_seed) == "The critical batch size is not known yet."
-    assert advice(one_seed) == "Run more branches. Too few seeds can be compared: use 3 or more, or train longer."
+    assert advice(one_seed) == "Run more branches. Too few seeds can be compared: use 3 seeds or more, or train longer."
     assert [*scale_rows(one_seed)][1] == ("B_crit by these branches", "not known yet", "–")
 
 

@@ -73,7 +73,9 @@ def test_only_a_lower_bound(tmp_path: Path) -> None:
 
 def test_one_seed_says_what_would_make_it_known(tmp_path: Path) -> None:
     text = text_of(plausible_branches(seeds=1, proxies=()), tmp_path)
-    assert "Not known yet Run more branches. Too few seeds can be compared: use 3 or more, or train longer." in text
+    assert (
+        "Not known yet Run more branches. Too few seeds can be compared: use 3 seeds or more, or train longer." in text
+    )
     assert "No noise scale was measured beside these branches." in text
 
 

@@ -103,7 +103,7 @@ def critical_batch(ratios: Sequence[UnitsRatio], reference: float, tolerance: fl
     if not known:
         return unresolved("no batch above the reference could be compared")
     if any(r.low is None for r in known):
-        return unresolved("too few seeds can be compared: use 3 or more, or train longer")
+        return unresolved("too few seeds can be compared: use 3 seeds or more, or train longer")
     batches = [reference, *(r.batch for r in known)]
     level = 1 + tolerance
     middle = _passes(batches, [1.0, *(r.ratio or 0.0 for r in known)], level)
