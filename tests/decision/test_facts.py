@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sonde.decision.decide import decide
 from sonde.decision.facts import FROM_HERE_ON, RUN_LIKE_THIS
 from sonde.decision.proxy import FACTORS, OF_BRANCHES
 from sonde.decision.time_curve import TimeCurve
@@ -57,6 +58,17 @@ def test_a_batch_of_weighed_units_is_compared_with_a_noise_scale_counted_alike(t
     half = facts_of_run(read_run(written(tmp_path / "half", records)))
     assert half.batch == 64
     assert half.scopes[RUN_LIKE_THIS].critical.middle == pytest.approx(2 * (whole.critical.middle or 0))
+
+
+@pytest.mark.parametrize(("covered", "is_known"), [(None, True), (0.81, True), (0.79, False), (0.0, False)])
+def test_a_part_of_the_gradient_says_nothing_of_the_batch(
+    tmp_path: Path, covered: float | None, is_known: bool
+) -> None:
+    header, records = header_record(), [reading_record(i, 60, status="resolved") for i in range(60)]
+    records = [with_metrics(record, {"gns/covered": covered}) for record in records]
+    found = decide(facts_of_run(read_run(written(tmp_path, [header, *records]))))
+    assert (found.kind != "wait") == is_known
+    assert ("of |F|²: accumulate over 2 micro-batches" in found.reason) == (not is_known)
 
 
 def test_a_step_takes_what_the_log_says(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def _smallest_of_fast(costs: Mapping[Plan, float], aim: Aim) -> Plan | None:
 def _present(facts: Facts, scope: Scope, wanted: Wanted) -> Present:
     """The training as it is. Without a clock, one of its steps takes 1."""
     is_balanced = wanted.aim == "balanced" and wanted.budget is None
-    micro, accumulation, ranks = facts.whole_micro_batch, facts.accumulation, facts.ranks
+    micro, accumulation, ranks = facts.micro_batch, facts.accumulation, facts.ranks
     curve, batch = facts.curve or TimeCurve((Timing(micro, accumulation, ranks, 1.0),)), facts.batch or 1.0
     has_clock = facts.curve is not None or wanted.units_per_second is not None
     if wanted.units_per_second is not None:

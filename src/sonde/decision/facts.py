@@ -12,6 +12,7 @@ from sonde.decision.law import FEWEST_STEPS, Range, as_weighed
 from sonde.decision.proxy import Factor, critical_range, factor_for
 from sonde.decision.time_curve import TimeCurve, nearly_whole
 from sonde.stats.intervals import RatioInterval, logged_interval, unresolved
+from sonde.wording import percent
 
 RUN_LIKE_THIS, FROM_HERE_ON = "for a run like this one", "from here on"
 """What a decision is about."""
@@ -20,6 +21,8 @@ _OF_PLAY = ("steps", "timesteps", "transitions", "frames")
 STEPS = 1000
 """From here on, costs are those of what so many steps with the present batch would learn."""
 _NOTHING = unresolved("")
+_LEAST_COVERED = 0.8
+"""Part of |F|² below which the rest of the gradient may say anything of the batch."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Facts:
         now: the noise scale now.
         average: of the run so far; unresolved at fixed weights.
         effective: effective number of units of the batch (Kish); None where units weigh alike.
+        covered: part of |F|² that the noise scale speaks of.
         n_steps: steps of training that the noise scales stand for; None at fixed weights.
         first_step: the first of them.
         warms_up: whether the learning rate is still rising.
@@ -101,6 +105,7 @@ class Facts:
     now: RatioInterval
     average: RatioInterval = _NOTHING
     effective: float | None = None
+    covered: float = 1.0
     n_steps: int | None = None
     first_step: int = 1
     warms_up: bool = False
@@ -139,13 +144,8 @@ class Facts:
 
     @property
     def micro_batch(self) -> float:
-        """Units of one backward on one rank."""
-        return (self.batch or 1.0) / max(self.pieces, self.ranks)
-
-    @property
-    def whole_micro_batch(self) -> float:
-        """The same as it was set: short windows lower an average a little."""
-        return nearly_whole(self.micro_batch)
+        """Units of one backward on one rank, as it was set: short windows lower an average a little."""
+        return nearly_whole((self.batch or 1.0) / max(self.pieces, self.ranks))
 
     @property
     def accumulation(self) -> int:
@@ -162,6 +162,9 @@ class Facts:
             return f"the noise scale grows fast in the first steps, so no batch is judged before step {step:,}"
         if self.warms_up:
             return "the learning rate is still rising, and the noise scale with it"
+        if self.covered < _LEAST_COVERED:
+            left_out = percent(1 - self.covered)
+            return f"the noise scale leaves out {left_out} of |F|²: accumulate over 2 micro-batches or more"
         if not self.scopes:
             return self.reason or "the noise scale is not known yet"
         if self.now.high == 0:
@@ -223,6 +226,7 @@ def facts_of(
         now=now,
         average=logged_interval(metrics, "gns/b_simple_average") if trains else _NOTHING,
         effective=metrics.get("gns/effective_units"),
+        covered=1.0 if (covered := metrics.get("gns/covered")) is None else covered,
         n_steps=window - first_step + 1 if trains else None,
         first_step=first_step,
         warms_up=bool(metrics.get("gns/warms_up")),

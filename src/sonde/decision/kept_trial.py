@@ -53,14 +53,12 @@ def _read(file: Path, facts: Facts) -> TimeCurve:
     """
     try:
         known = json.loads(file.read_text())
-        of, is_known = {name: known[name] for name in ("unit", "model")}, known["schema"] == _SCHEMA
+        own = {"schema": _SCHEMA, "unit": facts.unit, "model": facts.model}
+        others = [f"of another {name}, {known[name] or 'none'}" for name, value in own.items() if known[name] != value]
         too_large = math.inf if known["too_large"] is None else float(known["too_large"])
         curve = TimeCurve(tuple(Timing(**each) for each in known["timings"]), too_large)
     except (KeyError, OSError, TypeError, ValueError):
-        is_known = False
-    if not is_known:
-        raise ValueError("damaged, or of another version")
-    for name, value in of.items():
-        if value != getattr(facts, name):
-            raise ValueError(f"of another {name}, {value or 'none'}")
+        others = ["damaged, or of another version"]
+    if others:
+        raise ValueError(others[0])
     return curve
