@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sonde.decision.kept_trial import TRIAL_NAME, trial_text, with_trial
 from sonde.decision.time_curve import TimeCurve, Timing
@@ -48,3 +52,31 @@ def test_a_damaged_trial_is_a_note_with_the_way_out(tmp_path: Path, text: str) -
     assert found.curve == LOGGED.curve
     [note] = found.notes
     assert note.endswith("trial.json is not used: it is damaged, or of another version. Start the trial again.")
+
+
+def damaged() -> st.SearchStrategy[Any]:
+    """A file of a curve in which one value is another one."""
+    values = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "8", [], {}, math.nan, 10**400])
+    timing = [("timings", 1, key) for key in vars(LOGGED.curve.timings[0])] if LOGGED.curve else []
+    paths = [("schema",), ("unit",), ("model",), ("timings",), ("too_large",), ("timings", 0), *timing]
+
+    def put(path: tuple[Any, ...], value: Any) -> Any:
+        found = place = json.loads(TEXT)
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] = value
+        return found
+
+    return st.builds(put, st.sampled_from(paths), values) | values
+
+
+@given(damaged())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_damaged_file_is_left_out_or_gives_times(found: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        known = beside(Path(folder), json.dumps(found))
+    assert (known.curve == LOGGED.curve) == any("is not used" in note for note in known.notes)
+    for size, accumulation, ranks in ((1, 1, 1), (8, 1, 2), (20, 3, 2), (1e6, 1, 8)):
+        times, _ = known.curve.of_step(size, accumulation, ranks)
+        assert 0 < times.low <= times.high < math.inf
+    assert known.curve.largest >= 1

@@ -57,7 +57,7 @@ def _read(file: Path, facts: Facts) -> TimeCurve:
         others = [f"of another {name}, {known[name] or 'none'}" for name, value in own.items() if known[name] != value]
         too_large = math.inf if known["too_large"] is None else float(known["too_large"])
         curve = TimeCurve(tuple(Timing(**each) for each in known["timings"]), too_large)
-    except (KeyError, OSError, TypeError, ValueError):
+    except (ArithmeticError, KeyError, OSError, TypeError, ValueError):
         others = ["damaged, or of another version"]
     if others:
         raise ValueError(others[0])

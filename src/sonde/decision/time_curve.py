@@ -50,7 +50,7 @@ class Timing:
     def __post_init__(self) -> None:
         sizes = (self.micro_batch, self.accumulation, self.ranks, self.seconds)
         parts = [each for each in (self.beside, self.memory) if each is not None]
-        if not (all(0 < each < math.inf for each in sizes) and all(0 <= each < math.inf for each in parts)):
+        if not (all(map(math.isfinite, (*sizes, *parts))) and min(sizes) > 0 and min(parts, default=0) >= 0):
             raise ValueError(f"sizes and seconds of a step must be positive and finite, got {self}")
 
     @property

@@ -85,8 +85,8 @@ def _taken(advice: Advice, unit: str) -> str:
             f"the batch of {units(now.whole_batch, unit)} cut into micro-batches of {plan.micro_batch:,} in place of"
         )
         return f"{micro} {now.micro_batch:,}{on}: it takes {part_in_words(plan.time)} the time"
-    steps, of_units = plan.steps.over(now.steps), plan.units.over(now.units)
-    needs = f"{part_in_words(steps)} the steps and {part_in_words(of_units)}"
+    steps, units_ratio = plan.steps.over(now.steps), plan.units.over(now.units)
+    needs = f"{part_in_words(steps)} the steps and {part_in_words(units_ratio)}"
     takes = f"{'On ' + ranks(plan.ranks) + ', it' if on else 'It'} takes {part_in_words(plan.time)} the time"
     return f"{size}: it needs {needs} the {unit}. {takes}"
 

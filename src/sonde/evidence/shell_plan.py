@@ -11,14 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from sonde.decision.rate import (
-    WITH_BETAS,
-    adam_settings,
-    parsed_rule,
-    rate_factor,
-    rule_in_words,
-    scaled_decay,
-)
+from sonde.decision.rate import WITH_BETAS, adam_settings, parsed_rule, rate_factor, rule_in_words, scaled_decay
 from sonde.evidence.shell_losses import LossSource
 
 ADAM = ("beta1", "beta2", "eps")

@@ -61,8 +61,8 @@ class Twins:
             for each in asked
             if each.changed not in ("", AGAIN)
         }
-        of_first = (self._first.batch, self._first.units)
-        seeds = [each for each in branches if (each.batch, each.units) == of_first and each.seed > 1]
+        size = (self._first.batch, self._first.units)
+        seeds = [each for each in branches if (each.batch, each.units) == size and each.seed > 1]
         self._branch_of |= dict.fromkeys(seeds, self._first)
 
     def is_done(self, asked: Asked, seen: Losses) -> bool:
@@ -161,10 +161,10 @@ class Twins:
         """Refuse a setting of the optimizer that the script scales, or limits, by its log."""
         first = self._seen[self._first].settings
         for each, (name, asked) in ((run, setting) for run in ended for setting in run.settings):
-            logged, of_first = (found.get(name, (None,))[0] for found in (self._seen[each].settings, first))
-            if not (logged and of_first) or logged == of_first:
+            logged, base = (found.get(name, (None,))[0] for found in (self._seen[each].settings, first))
+            if not (logged and base) or logged == base:
                 continue  # a log has the rate that a scheduler starts from, which may be that of the checkpoint
-            same = [logged, of_first, asked, dict(self._first.settings)[name]]
+            same = [logged, base, asked, dict(self._first.settings)[name]]
             if name.startswith("beta"):
                 same = [1 - value for value in same]
             if all(same) and not math.isclose(same[0] / same[1], same[2] / same[3], rel_tol=_OTHER_RATE):

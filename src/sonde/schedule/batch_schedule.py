@@ -16,14 +16,7 @@ from sonde.parallel.unwrap import unwrap_optimizer
 from sonde.probe import ReportSection
 from sonde.record_values import spacing, whole_number
 from sonde.schedule.scaled_rate import RateAt, ScaledRate, usual_rule_of
-from sonde.schedule.stats.batch_rule import (
-    BatchRule,
-    BatchState,
-    Decision,
-    NoiseScaleNow,
-    metrics_of,
-    next_batch,
-)
+from sonde.schedule.stats.batch_rule import BatchRule, BatchState, Decision, NoiseScaleNow, metrics_of, next_batch
 from sonde.stats.columns import Metric
 from sonde.stats.sealed_state import check_identity, sealed, unsealed
 from sonde.wording import number, plural

@@ -162,7 +162,7 @@ def try_sizes(
 
     Raises:
         ValueError: for a script that fails, never steps, needs more memory than there is at the present size, or
-            ignores its batch, and for times that fall where micro-batches grow.
+            ignores its batch, and for times that fall where steps grow.
     """
     used, pace = used_placeholders(command), pace or PACE
     tried, end = dict[Size, list[_Step]](), math.inf

@@ -12,13 +12,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from tyro.conf import arg
 
-from sonde.demos.console import (
-    INTERRUPTED,
-    PANEL_WIDTH,
-    check_ranges,
-    choose_folder,
-    conclude,
-)
+from sonde.demos.console import INTERRUPTED, PANEL_WIDTH, check_ranges, choose_folder, conclude
 from sonde.log.sinks import JsonlSink
 from sonde.log.trackers import FunctionSink
 from sonde.policy.entropy_options import EntropyChangeOptions
