@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-VERSION = 14
+VERSION = 15
 """Of the form and of the contents: raise it with any change of their names or meanings."""
 
 

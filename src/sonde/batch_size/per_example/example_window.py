@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sonde.batch_size.hooks import log_failure
+from sonde.batch_size.per_example.covered import N_PROJECTIONS
 from sonde.batch_size.per_example.norms import PerExampleNorms
-from sonde.batch_size.stats.dependence import N_SCORES, order_scores, scores_of_examples
+from sonde.batch_size.stats.comparisons import N_SCORES, order_scores, scores_of_examples
 from sonde.batch_size.stats.window_row import ExampleSums, WindowRow
 from sonde.batch_size.taps.window_sums import Named, WindowSums
 from sonde.batch_size.units import PieceCounts, as_vector
@@ -27,7 +28,7 @@ _SEVERAL_BACKWARDS = (
 )
 _MOST_BYTES = 64 * 2**20
 """Memory for the squared norms of one piece, of every example and parameter."""
-_COUNTS = ("sq_weight", "n_examples", "n_pieces", "n_open", "n_closed", "next", "opposite", "half", "n_scores")
+_COUNTS = ("sq_weight", "n_examples", "n_pieces", "n_open", "n_closed", "next", "opposite", "half", "twins", "n_scores")
 """Σ w_b²; examples; pieces whose examples were read; ranks that read examples, and those that do not; and what
 `order_scores` gives."""
 
@@ -60,6 +61,8 @@ class ExampleWindow:
         self._small = zero_sums(self._n_parameters, device=self._device)
         self._sq_weight = self._small.new_zeros(())
         self._scores = self._small.new_zeros(N_SCORES)
+        self._projected = self._small.new_zeros(N_PROJECTIONS + 1)
+        """Σ h_b in projections and, last, Σ_b |p_b|²/w_b."""
         self._n_examples = self._n_pieces = 0
 
     def open(self) -> None:
@@ -105,8 +108,10 @@ class ExampleWindow:
         over_weight = torch.where(weights > 0, squares.sq_norms / weights, squares.sq_norms * 0.0).sum(1)
         self._small += over_weight if unscale is None else over_weight * unscale.square()
         self._sq_weight += weights.square().sum()
-        of_gradients = torch.where(weights[:, None] > 0, squares.projections / weights[:, None], 0.0)
+        projections = squares.projections if unscale is None else squares.projections * unscale
+        of_gradients = torch.where(weights[:, None] > 0, projections / weights[:, None], 0.0)
         self._scores += order_scores(of_gradients)
+        self._projected += torch.cat([projections.sum(0), (projections * of_gradients).sum()[None]])
         self._n_examples += n
         self._n_pieces += 1
 
@@ -144,6 +149,7 @@ class ExampleWindow:
             "sq_norm_over_weight": self._small.where(is_finite, 0.0),
             "of_pieces": sums.sq_norms_over_weight,
             "covered": widened(is_finite),
+            "projected": self._projected,
             "counts": as_vector([*counts, *self._scores.unbind()], self._device),
         }
         own: dict[str, Tensor] = {}
@@ -183,6 +189,8 @@ class ExampleWindow:
             of_pieces=self._per_group(sums["of_pieces"], is_covered),
             sq_norm_big=self._per_group(sums["sq_norm_big"], is_covered),
             n_covered=int(is_covered.sum()),
+            projected=sums["projected"][:-1].double(),
+            sq_projected=float(sums["projected"][-1]),
             scores=scores_of_examples(*(counts[name] for name in _COUNTS[-N_SCORES:])),
         )
         return of_examples, "", is_covered.tolist()

@@ -10,47 +10,23 @@ losses are sums, and their weights were not passed.
 
 Two ranks see the same data where they have the same gradient while others differ.
 
-Examples are compared as neighbours, with the opposite row, and half a batch apart, which is where the usual functions
-put two rows that share a sample. Rows that share samples in places drawn anew for each batch are not seen here, but
-where a window has several pieces: these then differ more than single examples say.
+Rows that share samples in places drawn anew for each batch are not seen in their order, but where a window has several
+pieces: these then differ more than single examples say. Rows that a loss compares with each other have gradients that
+sum up to less than independent ones can: |G|² comes out below 0.
 
-A score has the mean 0 and the variance 1 where data are independent, whatever the distribution of the gradients. The
-same averages count the windows whose gradient was changed by more than a scale.
+The same averages count the windows whose gradient was changed by more than a scale.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Set
 
-import torch
-from torch import Tensor
-
+from sonde.batch_size.stats.comparisons import Numbers, ProjectedWindow
 from sonde.batch_size.stats.noise_scale import RatioAverage
 from sonde.stats.sealed_state import Stateful
 
-Numbers = dict[str, tuple[float, float]]
-"""What one window adds to the averages that `Dependence` judges: two numbers each, by name."""
-FEWEST_PIECES = 3
-"""Fewest pieces of a rank that have both neighbours and a distant pair."""
-_ROUNDING_OF_PRODUCTS = 1e-9
-"""Inner products that differ by less than this part of the pieces' own squares differ by rounding."""
-_UNEQUAL = 1.25
-"""Pieces with this many times the units are unequal."""
-_FEWEST_RANKS = 3
-"""Fewest ranks of which two can be the same while another differs."""
-_ROUNDING_OF_GRADIENTS = 2e-6
-"""Relative difference up to which two gradients are the same: fp32 kernels that add in another order, and a weight that
-was divided out. Independent pieces differ by far more."""
-_FEWEST_ELEMENTS = 4
-"""Elements other than 0 that a gradient must have. Fewer may coincide by chance, as those of a sum of signs do."""
-_LEAST_OF_RANKS = 1e-3
-"""Mean squared difference of all pairs over a rank's square. Below it, rounding to 16 bits can make ranks equal."""
-_FEWEST_EXAMPLES = 8
-"""Fewest examples of a piece that are compared."""
-_LEAST_OF_EXAMPLES = 1e-10
-"""Mean square of the examples' differences over that of their gradients. Below it, differences are rounding."""
 _MEMORY = 100.0
 """Windows that are remembered at least: with a shorter memory, nothing could reach 6 standard errors."""
 _AFTER = 5
@@ -61,6 +37,18 @@ _LEAST_SCORE = 0.25
 """Mean score of a rank below which a dependence is too weak to matter, however many ranks and windows confirm it."""
 _SURE = 3.0
 """Standard errors beyond which rows were not sorted."""
+_BEFORE_SIGNAL = 30
+"""Windows before |G|² is first compared with 0, or with other windows: fewer do not show their own scatter."""
+_BELOW_ZERO = 5.0
+"""Standard errors by which |G|² must lie below 0. Where it is 0 in truth, the lowest of 1,000 judgements reaches 4.7 in
+2 % of runs, whatever the distribution of the gradients."""
+_APART = 16
+"""Windows between two that are compared. Several steps may be taken on the same data, but hardly so many."""
+_LEAST_APART = 0.5
+"""Smallest excess of the product of two windows that matters, over the noise of one: beyond what windows have in common
+that each hold half of the data set."""
+_TWINS = 0.9
+"""Share of windows in which each row is there several times, beyond which that is no accident."""
 _BEFORE_EXCESS = 10
 """Windows before pieces are first held against examples."""
 _LEAST_EXCESS = 0.05
@@ -106,192 +94,9 @@ _ROWS = {
 }
 _SAME_DATA = ("differences", "consistency")
 """What shows the same data. Its memory is not lengthened."""
-_AVERAGED = ("place", "units", "neighbours", *_ROWS, "excess", "ranks", "changed", *_SAME_DATA)
-
-
-# Compared within one window.
-
-
-def standard_score(total: float, variance: float, n_ranks: float) -> tuple[float, float]:
-    """A sum over ranks in standard errors; and the root of their number, by which what each rank shows adds up."""
-    return total / math.sqrt(variance), math.sqrt(n_ranks)
-
-
-def neighbour_products(pieces: Tensor) -> Tensor:
-    """How much more alike neighbouring pieces are than pieces in any other order would be.
-
-    Let A be the sum of the inner products of neighbours, less their mean over all pairs. If pieces are independent
-    samples, all orders are equally likely. Over all orders of K pieces, with c the inner products less their mean, and
-    r the sums of its rows,
-
-        E[A] = 0        Var[A] = ((K − 1) Σ_{i≠j} c_ij² − 2 Σ_i r_i²) / (K (K − 1))
-
-    So A/√Var has mean 0 and variance 1, whatever the distribution of the gradients.
-
-    Args:
-        pieces: elements of the pieces' gradients over their weights, in the order in which they came;
-            [pieces, elements], at least `FEWEST_PIECES`.
-
-    Returns:
-        A and Var[A], which add up over ranks; [2].
-    """
-    n = len(pieces)
-    pairs, neighbours = _masks(n, pieces.dtype, pieces.device)
-    products = pieces @ pieces.T
-    mean = products.view(-1).dot(pairs.view(-1)) / (n * (n - 1))
-    centred = (products - mean) * pairs
-    flat, rows = centred.view(-1), centred.sum(1)
-    variance = (flat.dot(flat) / n).sub(rows.dot(rows), alpha=2.0 / (n * (n - 1)))
-    return torch.stack([flat.dot(neighbours), variance])
-
-
-@functools.lru_cache(maxsize=64)
-def _masks(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """1 for each pair of different pieces, [n, n]; and 1 for each pair of neighbours, once, [n·n]."""
-    ones = torch.ones(n, n, dtype=dtype, device=device)
-    return ones - torch.eye(n, dtype=dtype, device=device), (ones.triu(1) - ones.triu(2)).view(-1)
-
-
-def scores_of_pieces(counts: Mapping[str, float], products: float, variance: float, *, mean_square: float) -> Numbers:
-    """What was compared of a window's pieces, in standard errors; nothing where pieces differ by rounding only.
-
-    Args:
-        counts: ranks that had pieces enough to compare neighbours ("n_comparing"), and the sums of `order_of_pieces`.
-        products: A of `neighbour_products`, summed over ranks.
-        variance: Var[A], summed over ranks.
-        mean_square: mean of the pieces' own squares, of the same elements.
-    """
-    found: Numbers = {}
-    rounding = _ROUNDING_OF_PRODUCTS * mean_square
-    if counts["n_comparing"] and rounding * rounding < variance < math.inf:  # `**` raises where a product is infinite
-        found["neighbours"] = standard_score(products, variance, counts["n_comparing"])
-    for name in ("place", "units"):  # if either piece is as likely to be the larger, a rank's sign has the variance 1
-        if n := counts[f"n_by_{name}"]:
-            found[name] = standard_score(counts[f"by_{name}"], n, n)
-    return found
-
-
-def order_of_pieces(sq_norms: Sequence[Tensor], units: Sequence[float]) -> list[float | Tensor]:
-    """Which of a rank's pieces has the larger gradient.
-
-    Args:
-        sq_norms: |h_k|²/w_k² of the rank's pieces, each 0-dim.
-        units: their units; empty where the host does not know them.
-
-    Returns:
-        1 or −1 if the first of two equal pieces has the larger gradient, or the second, and 1 if this was compared;
-        the same of the pieces with the most units and with the fewest, if these differ.
-    """
-    if len(units) < 2:
-        return [0.0] * 4
-    most, fewest = (units.index(find(units)) for find in (max, min))
-    if units[most] >= _UNEQUAL * units[fewest]:
-        return [0.0, 0.0, (sq_norms[most] - sq_norms[fewest]).sign(), 1.0]
-    if len(units) > 2 or units[0] != units[1]:
-        return [0.0] * 4
-    return [(sq_norms[0] - sq_norms[1]).sign(), 1.0, 0.0, 0.0]
-
-
-def rank_mark(rank_sum: Tensor) -> Tensor:
-    """Two numbers by which ranks with the same gradient are recognised.
-
-    Args:
-        rank_sum: elements of the sum of a rank's gradients, [elements].
-
-    Returns:
-        The squared norm, and the projection on a fixed direction; 0 for a gradient with too few elements. [2].
-    """
-    direction = _direction(len(rank_sum), rank_sum.dtype, rank_sum.device)
-    mark = torch.stack([rank_sum.dot(rank_sum), rank_sum.dot(direction)])
-    return torch.where((rank_sum != 0).sum() >= _FEWEST_ELEMENTS, mark, 0.0)
-
-
-@functools.lru_cache(maxsize=8)
-def _direction(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """At most a unit vector, without a pattern that gradients could share; [n]."""
-    return (torch.arange(n, dtype=dtype, device=device).square().cos() / math.sqrt(max(n, 1))).contiguous()
-
-
-def same_ranks(marks: Tensor, *, spread: float) -> frozenset[tuple[int, int]] | None:
-    """Find ranks with the same gradient while gradients differ between ranks.
-
-    Args:
-        marks: of `rank_mark`; [ranks, 2], float64 on the CPU.
-        spread: variance of the ranks' gradients over their mean square, from 0 to 1.
-
-    Returns:
-        Pairs of them, the lower rank first; None for fewer than three ranks.
-    """
-    if len(marks) < _FEWEST_RANKS:
-        return None
-    # The mean squared difference of two ranks, over the mean square, is twice the spread.
-    if not 2 * spread >= _LEAST_OF_RANKS:
-        return frozenset()
-    sizes, projections = marks.unbind(1)
-    smaller = torch.minimum(sizes[:, None], sizes)
-    is_same = (
-        ((sizes[:, None] - sizes).abs() <= 2 * _ROUNDING_OF_GRADIENTS * smaller)
-        & ((projections[:, None] - projections).abs() <= _ROUNDING_OF_GRADIENTS * smaller.sqrt())
-        & (smaller > 0)
-    )
-    return frozenset((a, b) for a, b in is_same.triu(1).nonzero().tolist())
-
-
-N_SCORES = 4
-"""Length of `order_scores`."""
-
-
-def scores_of_examples(near: float, opposite: float, half: float, n: float) -> Numbers:
-    """What was compared of a window's examples, in standard errors.
-
-    Args:
-        near: sum of the standard scores of neighbours, against rows two apart, which are as alike where rows lie in
-            some order of their contents.
-        opposite: of the first row and the last one, the second and the last but one, and so on.
-        half: of rows that are half a batch apart.
-        n: pieces that are added up.
-    """
-    if not n:
-        return {}
-    of_places = {"opposite": opposite, "half": half, "next": near}
-    return {name: standard_score(total, n, round(n)) for name, total in of_places.items()}
-
-
-def order_scores(gradients: Tensor) -> Tensor:
-    """How much more alike than others a piece's examples in certain places are: what `scores_of_examples` takes; [4].
-
-    With c the inner product of two different rows of length 1, less its mean over all pairs, the mean of c over m pairs
-    has the expectation 0 over all orders, and a variance of E[c²]/m · n/(n − 3) at most.
-
-    Args:
-        gradients: elements or projections of each example's gradient, [examples, elements].
-    """
-    half = len(gradients) // 2
-    n = 2 * half
-    if n < _FEWEST_EXAMPLES:
-        return gradients.new_zeros(N_SCORES)
-    rows = torch.cat([gradients[:half], gradients[-half:]])
-    size = rows.square().sum()
-    rows = rows - rows.mean(0)
-    differs = rows.square().sum() > _LEAST_OF_EXAMPLES * size
-    rows = torch.nn.functional.normalize(rows, dim=1)  # no row outweighs the others
-    rows = rows - rows.mean(0)
-    squares = rows.square().sum(1)
-    mean = -squares.sum() / (n * (n - 1))  # Σ rows = 0, so the products of different rows add up to −Σ|row|²
-    variance = ((rows.T @ rows).square().sum() - squares.square().sum()) / (n * (n - 1)) - mean.square()
-    first, last = rows[:half], rows[half:]
-    near, two_apart = ((rows[k:] * rows[:-k]).sum() / (n - k) for k in (1, 2))
-    opposite, apart = ((first * other).sum() / half - mean for other in (last.flip(0), last))
-    scores = torch.stack(
-        [(near - two_apart) / math.sqrt(1 / (n - 1) + 1 / (n - 2)), opposite * math.sqrt(half), apart * math.sqrt(half)]
-    )
-    variance = variance * (n / (n - 3))
-    is_known = differs & (variance > 0)
-    scores = torch.where(is_known, scores * variance.rsqrt(), 0.0)
-    return torch.cat([scores, is_known.to(scores.dtype).view(1)])
-
-
-# Averaged and judged.
+_AVERAGED = (
+    *("place", "units", "neighbours", *_ROWS, "twins", "excess", "signal", "apart", "ranks", "changed", *_SAME_DATA),
+)
 
 
 class Dependence(Stateful):
@@ -311,6 +116,7 @@ class Dependence(Stateful):
         """The changed parameters of each changed window, none of which has been seen sound since."""
         self._same: frozenset[tuple[int, int]] = frozenset()
         """The ranks that had the same gradient in the last window."""
+        self._last_windows: deque[ProjectedWindow] = deque(maxlen=_APART)
 
     def add(self, numbers: Numbers) -> None:
         """Take numbers of a window, but those that are not finite."""
@@ -346,6 +152,19 @@ class Dependence(Stateful):
             self._pair = f"{lasting[0][0]} and {lasting[0][1]}"
         self._of["ranks"].update(float(bool(lasting)))
 
+    def see_window(self, window: ProjectedWindow) -> None:
+        """Take a window's projections.
+
+        The product of two windows far apart has the expectation ⟨G₁, G₂⟩, and so has |G|² from the examples of either,
+        if they are independent. Training can only make the product smaller: G moves on.
+        """
+        if len(self._last_windows) == _APART:
+            before = self._last_windows[0]
+            excess = float(window.mean @ before.mean) - (window.grad_sq + before.grad_sq) / 2
+            if noise := (window.noise + before.noise) / 2:
+                self.add({"apart": (excess / noise, 1.0)})
+        self._last_windows.append(window)
+
     @property
     def consistency(self) -> float | None:
         """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
@@ -361,6 +180,7 @@ class Dependence(Stateful):
             "changed": self._changed(),
             "dependent_pieces": self._dependent_pieces(),
             "dependent_examples": self._dependent_examples(),
+            "negative_signal": self._negative_signal(),
             "same_data": self._same_data() or self._same_ranks(),
         }
         return {name: message for name, message in found.items() if message}
@@ -397,9 +217,16 @@ class Dependence(Stateful):
         return next((message for (name, sign), message in _PIECES.items() if self._lean(name) == sign), None)
 
     def _dependent_examples(self) -> str | None:
-        found = [f"{rows} are more alike than chance allows" for name, rows in _ROWS.items() if self._lean(name) > 0]
-        # Sorted rows, by length for one, may be independent. Their neighbours are alike, and distant rows differ the
-        # more: together, scores are positive only where rows share samples.
+        leans = {name: self._lean(name) for name in _ROWS}
+        clearest = max(_ROWS, key=lambda name: abs(self._of[name].standard_errors))
+        if leans[clearest] < 0:
+            return (
+                f"{_ROWS[clearest]} have opposed gradients, so the rows of a batch depend on each other, as the two "
+                "rows of a pair do: count pairs by units_per_piece=, and accumulate gradients over 2 or more micro-batches"
+            )
+        found = [f"{rows} are more alike than chance allows" for name, rows in _ROWS.items() if leans[name] > 0]
+        # Few rows that are sorted, by length for one, may be independent. Their neighbours are alike, and distant rows
+        # differ the more: together, scores are positive only where rows share samples.
         near, opposite, half = (self._of[name].standard_errors for name in ("next", "opposite", "half"))
         if (near + 2 * opposite + half) / math.sqrt(6) < _SURE:
             found = []
@@ -408,6 +235,11 @@ class Dependence(Stateful):
         if excess.windows >= _BEFORE_EXCESS and is_certain and excess.x < 1:
             times = (1 + excess.x) / (1 - excess.x)
             found.insert(0, f"pieces have {times:.2g} times the noise that single examples say")
+        twins, apart = self._of["twins"], self._of["apart"]
+        if twins.windows >= _AFTER and twins.x > _TWINS:
+            found = ["each row of a batch is there several times"]
+        if apart.windows >= _BEFORE_SIGNAL and apart.x > max(_LEAST_APART, _STANDARD_ERRORS * apart.error_of_x):
+            found.append("batches have more in common than their examples")
         if not found:
             return None
         return (
@@ -415,6 +247,17 @@ class Dependence(Stateful):
             "or repeated augmentation, read no single examples: accumulate gradients over 2 or more micro-batches that "
             "share none, or train on 2 or more ranks, with per_example='auto'. If batches come in a fixed order of "
             "classes, do the same, or draw their rows at random"
+        )
+
+    def _negative_signal(self) -> str | None:
+        """|G|² is the square of a mean. Independent examples or pieces estimate it without bias, so never below 0."""
+        signal = self._of["signal"]
+        if signal.windows < _BEFORE_SIGNAL or signal.x > -_BELOW_ZERO * signal.error_of_x:
+            return None
+        return (
+            f"|G|² is {-signal.x / signal.error_of_x:.0f} standard errors below 0, which independent units cannot "
+            "give. The loss compares the rows of a batch with each other, as contrastive losses and pairs do, or "
+            "pieces complement each other. Accumulate gradients over 2 or more micro-batches, with rows of their own"
         )
 
     def _same_data(self) -> str | None:

@@ -150,6 +150,7 @@ class NoiseScaleTracker(Stateful):
             self.dependence.see_ranks(row.same_ranks)
         if row.examples is not None:
             self.dependence.add(row.examples.scores | row.examples.excess_of_pieces(row, scale=scale.scale))
+            self.dependence.see_window(row.examples.projected_window())
         return None
 
     def _read_scale(self, pieces: WitnessedSums, row: WindowRow) -> ScaleReading:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.dependence import Numbers
+from sonde.batch_size.stats.comparisons import Numbers, ProjectedWindow
 from sonde.batch_size.stats.noise_scale import Pieces, WindowEstimate
 
 
@@ -219,12 +219,22 @@ class ExampleSums(ClassSums):
     Attributes:
         of_pieces: Σ |h_k|²/w_k of the window's pieces, likewise of the covered parameters; [groups].
         n_covered: covered parameters.
-        scores: whether examples in certain places of their batches are more alike than others.
+        projected: random projections of Σ h_b, [projections].
+        sq_projected: Σ_b |p_b|²/w_b of each example's own projections p_b.
+        scores: whether examples in certain places of their batches are more alike than others, or opposed.
     """
 
     of_pieces: Tensor
     n_covered: int
+    projected: Tensor
+    sq_projected: float
     scores: Numbers = field(default_factory=dict)
+
+    def projected_window(self) -> ProjectedWindow:
+        """The window's mean gradient and what its examples say of the signal in it, both in projections."""
+        mean = self.projected / self.weight
+        _, grad_sq = self.solve(self.sq_projected, float(mean @ mean), scale=1 / self.weight)
+        return ProjectedWindow(mean, grad_sq, self.v * self.sq_projected / self.weight)
 
     def excess_of_pieces(self, pieces: Pieces, *, scale: float) -> Numbers:
         """(p − e)/(p + e), with tr Σ p from the window's pieces and e from its examples, which have one expectation.
@@ -460,8 +470,14 @@ def solve_window(row: WindowRow, *, scale: float, n_ranks: int, apart: Mapping[s
         norm=math.sqrt(sq_norm_big * to_unit),
         effective_units=1.0 / measured.v,
         u=measured.u,
-        compared=_compared(row, n_ranks),
+        compared=_compared(row, n_ranks) | _signal_to_noise(*total.tolist(), u=measured.u, v=measured.v),
     )
+
+
+def _signal_to_noise(trace_cov: float, grad_sq: float, *, u: float, v: float) -> Numbers:
+    """|G|² over the window's noise as S shows it. |F|² depends on |G|²'s own error, and would move the mean below 0."""
+    small = grad_sq + u * trace_cov
+    return {"signal": (grad_sq * u / (small * v), 1.0)} if small > 0 else {}
 
 
 def _compared(row: WindowRow, n_ranks: int) -> Numbers:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sonde.batch_size.stats.dependence import (
+from sonde.batch_size.stats.comparisons import (
     FEWEST_PIECES,
     neighbour_products,
     order_of_pieces,
