@@ -222,7 +222,7 @@ class Dependence(Stateful):
         if leans[clearest] < 0:
             return (
                 f"{_ROWS[clearest]} have opposed gradients, so the rows of a batch depend on each other, as the two "
-                "rows of a pair do: count pairs by units_per_piece=, and accumulate gradients over 2 or more micro-batches"
+                "rows of a pair do: count pairs by units_per_piece=, and accumulate over 2 or more micro-batches"
             )
         found = [f"{rows} are more alike than chance allows" for name, rows in _ROWS.items() if leans[name] > 0]
         # Few rows that are sorted, by length for one, may be independent. Their neighbours are alike, and distant rows
