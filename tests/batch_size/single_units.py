@@ -84,11 +84,11 @@ SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
             backend="eager",
         ),
         lambda: (ids(N), ids(N, T)),
-        ASKED,
+        N,
     ),
     # What layers have shown in a first forward holds for the others.
     "as many steps as units at first": (recurrent(False, each_step), in_turn((N, N), (T, N)), N),
-    "one step at first, time first": (recurrent(False, each_step), in_turn((1, N), (T, N)), N),
+    "one step at first, time first": (recurrent(False, each_step), in_turn((1, N), (T, N)), ASKED),
     "a batch of one at first": (recurrent(True, each_step), in_turn((1, T), (3, T)), 2),
     "a sentence of one word alone, and another": (recurrent(True, each_step), in_turn((1,), (T,)), ASKED),
     # Layers that see one unit, though there are more.
@@ -105,6 +105,6 @@ SINGLE: dict[str, tuple[Any, Callable[[], Any], int | None]] = {
     "a prompt that all images share": (
         By(lambda m, ids, x: m.head(x) + m.rnn(m.embed(ids))[0].mean(), **embedded(rnn=nn.LSTM(8, 8))),
         lambda: (ids(T), torch.randn(N, 8)),
-        ASKED,
+        N,
     ),
 }

@@ -149,7 +149,7 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
     "two views made in the model": (
         By(lambda m, x: m.head(torch.cat([x, x + 1])), head=nn.Linear(5, 2)),
         lambda: (torch.randn(N, 5),),
-        ASKED,
+        N,
     ),
     "a loss and counts of experts": (
         By(lambda m, x, y: (F.mse_loss(m.head(x), y), torch.ones(4)), head=nn.Linear(5, 2)),
@@ -214,7 +214,7 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
     "transformer, time first, with a mask, compiled": (
         torch.compile(language_model(False), backend="eager"),
         lambda: (ids(T, N), causal(T)),
-        ASKED,
+        N,
     ),
     "transformer, time first, rows of all positions": (language_model(False, flat=True), lambda: (ids(T, N),), N),
     "seq2seq, time first": (
@@ -266,12 +266,12 @@ CALLS: dict[str, tuple[nn.Module, Callable[[], Any], int | None]] = {
     "a packed row, with positions": (
         By(lambda m, input_ids, position_ids: m.head(m.embed(input_ids)), **embedded()),
         lambda: {"input_ids": ids(1, 50), "position_ids": torch.arange(25).repeat(2)[None]},
-        1,
+        ASKED,
     ),
     "patches of images before texts": (
         By(
-            lambda m, pixel_values, grid, input_ids, mask: m.head(m.embed(input_ids)) + pixel_values.mean(),
-            **embedded(),
+            lambda m, pixel_values, grid, input_ids, mask: m.head(m.rnn(m.embed(input_ids))[0]) + pixel_values.mean(),
+            **embedded(rnn=nn.GRU(8, 8, batch_first=True)),
         ),
         lambda: {"pixel_values": torch.randn(70, 12), "grid": ids(7, 3), "input_ids": ids(N, T), "mask": ids(N, T)},
         N,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from sonde.batch_size.hooks import is_compiled, takes_fast_path
 from sonde.batch_size.taps.problems import HOW_TO_COUNT
-from sonde.wording import plural
 
 _KINDS: dict[int, tuple[type[nn.Module], ...]] = {
     2: (nn.Linear, nn.RNNCellBase),
@@ -73,19 +72,6 @@ class LayerSaw:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
-    """What the layers of a forward have shown of its first tensor: the same for all tensors of as many dims.
-
-    Attributes:
-        dim: that is the batch, 0 or 1; None if no layer that may read time first shows it.
-        doubt: why its rows may be no units; empty without a doubt.
-    """
-
-    dim: int | None = None
-    doubt: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class _Witness:
     """A part of what a model is called with.
 
@@ -122,55 +108,6 @@ def layers_that_know(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if _knows(layer)]
 
 
-def layers_that_show(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The layers whose input shows how many units there are: those that may have a hook, and those that are compiled.
-
-    A hook inside an encoder layer in evaluation mode would keep torch from computing the layer in one kernel, and
-    change its rounding. One inside a compiled module would have it compiled again.
-    """
-    compiled = {m for each in model.modules() if is_compiled(each) for m in each.modules()}
-    closed = {m for each in model.modules() if takes_fast_path(each) and not each.training for m in each.modules()}
-    layers = [layer for layer in model.modules() if _n_dims(layer)]
-    return [x for x in layers if x not in compiled | closed], [x for x in layers if x in compiled]
-
-
-def shown_by(parts: Mapping[str, object], layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> Shown:
-    """What the layers of a forward show of its first part.
-
-    Args:
-        parts: what the model is called with.
-        layers: what they have seen.
-        hidden: layers whose calls cannot be seen.
-    """
-    first = next(_witnesses(parts, ""), None)
-    if first is None or not first.shape:
-        return Shown()
-    known = {saw.n for saw in layers if saw.knows}
-    dim = next((d for d, n in enumerate(first.shape[:2]) if n in known), None)
-    doubt = ""
-    if _may_be_single_unit(first, layers, hidden):
-        doubt = "the first tensor may be a single unit, without a dim for the batch"
-    elif not known and len(first.shape) in (2, 3) and any(map(_knows, hidden)):
-        doubt = "its dim 0 may be time, and the layers that would show it are compiled"
-    return Shown(dim, doubt)
-
-
-def _may_be_single_unit(first: _Witness, layers: Sequence[LayerSaw], hidden: Sequence[nn.Module]) -> bool:
-    """Whether the first part may be one unit without a dim for the batch.
-
-    It may be if all layers have seen one unit, with as many dims as the tensor, or one position of it. A loop over the
-    units of a batch shows fewer.
-    """
-    n_dims = len(first.shape)
-    if first.shape[0] == 1 or any(saw.n != 1 for saw in layers):
-        return False
-    if any(len(saw.unit) >= n_dims or (saw.knows and len(saw.unit) == 1) for saw in layers):
-        return True
-    if first.is_of_tokens:  # which are embedded before a layer sees them
-        return n_dims == 1 and any(not isinstance(layer, nn.Linear) for layer in hidden)
-    return any(n_dims == _n_dims(layer) - 1 for layer in hidden)
-
-
 def _n_dims(layer: nn.Module) -> int:
     """How many dims a layer's input has with one for the batch; 0 for layers that do not show it."""
     return next((n_dims for n_dims, kinds in _KINDS.items() if isinstance(layer, kinds)), 0)
@@ -201,17 +138,30 @@ def is_time_first(shape: Sequence[int], layers: Sequence[LayerSaw]) -> bool:
     return len(shape) > 1 and shape[0] not in sizes and shape[1] in sizes
 
 
-def count_units(parts: Mapping[str, object], output: object = None, shown: Shown | None = None) -> Counted | None:
+def batch_in_words(parts: Mapping[str, object], output: object = None) -> str:
+    """What a batch holds, and the shapes of what the model has returned."""
+    witnesses = itertools.islice(_witnesses(parts, ""), 5)
+    returned = [str(list(_shape(tensor))) for tensor in itertools.islice(tensors_in(_without_stages(output)), 3)]
+    what = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses)}"
+    return f"{what}, and the model returned {', '.join(returned)}" if returned else what
+
+
+def has_certain_count(parts: Mapping[str, object]) -> bool:
+    """Whether a batch says its number of units by itself, as a PackedSequence, graphs or a list of images do."""
+    return any(w.is_certain or not w.shape for w in _witnesses(parts, ""))
+
+
+def count_units(parts: Mapping[str, object], output: object = None, doubt: str = "") -> Counted | None:
     """The number of units in a batch.
 
-    Dim 0 of the first tensor is taken for the batch, or dim 1 if a layer with `batch_first=False` was called with that.
+    Dim 0 of the first tensor is taken for the batch.
     What the model returns must agree: it has as many rows, or as many in its dim 1, or a row for each position. Where
     the model returns a loss alone, other tensors of the batch must not outvote the first.
 
     Args:
         parts: what the model is called with, or the parts of a batch, by name.
         output: what the model has returned; None if it is not known.
-        shown: what layers have shown of the first tensor; None without a model.
+        doubt: why its rows may be no units; empty without a doubt.
 
     Returns:
         The units; None where there is no tensor with a dim.
@@ -227,20 +177,13 @@ def count_units(parts: Mapping[str, object], output: object = None, shown: Shown
     if not witnesses:
         return None
     first, *others = witnesses
-    shown = shown or Shown()
     returned = [_shape(tensor) for tensor in tensors_in(_without_stages(output))]
-    what = f"the batch has {'; '.join(f'{w.name} {w.text}' for w in witnesses[:5])}"
-    if returned:
-        what += f", and the model returned {', '.join(str(list(shape)) for shape in returned[:3])}"
-    if shown.dim is not None:
-        what += f"; its layers saw {plural(first.shape[shown.dim], 'unit')}"
+    what = batch_in_words(parts, output)
     candidates = {n: f"dim 0 of {first.text}" if first.shape else first.text for n in first.sizes}
-    if shown.dim == 1:
-        candidates = {first.shape[1]: f"dim 1 of {first.text}, since layers of the model read time first"}
     if not first.is_certain:
-        if doubt := "rows may be no units here" if any(w.mixes_rows for w in witnesses) else shown.doubt:
+        if doubt := "rows may be no units here" if any(w.mixes_rows for w in witnesses) else doubt:
             raise UnclearUnitsError(f"{doubt}: {what}")
-        candidates = _agreeing(candidates, first, others, returned, is_shown=shown.dim is not None)
+        candidates = _agreeing(candidates, first, others, returned)
     is_contradicted = any(w.is_certain and w.sizes[0] not in candidates for w in others)
     if len(candidates) != 1 or is_contradicted:
         raise UnclearUnitsError(f"which dim is the batch is not clear: {what}")
@@ -291,10 +234,8 @@ def _agreeing(
     first: _Witness,
     others: Sequence[_Witness],
     returned: Sequence[tuple[int, ...]],
-    *,
-    is_shown: bool,
 ) -> dict[int, str]:
-    """The candidates that no other witness contradicts. A layer that has shown which dim it is settles disputes."""
+    """The candidates that no other witness contradicts."""
     # Positions that all units share are a single row, and masks that they share a square of positions.
     masks = {(n, n) for n in first.shape}
     voters = [w for w in others if w.sizes[0] > 1 and w.shape not in masks]
@@ -302,11 +243,10 @@ def _agreeing(
     # A vector beside a batch of more dims may hold several losses, which say nothing.
     predicted = [shape for shape in with_rows if len(shape) > 1 or len(first.shape) == 1]
     if any(_shows(n, shape, first.shape, ()) for n in candidates for shape in with_rows):
-        sharing = () if is_shown else voters
         candidates = {
             n: where
             for n, where in candidates.items()
-            if any(_shows(n, shape, first.shape, sharing) for shape in with_rows)
+            if any(_shows(n, shape, first.shape, voters) for shape in with_rows)
         }
     elif (
         predicted
@@ -317,7 +257,7 @@ def _agreeing(
         return {predicted[0][0]: f"dim 0 of {agree[0].text}"}
     elif predicted and all(returned):  # no loss among them
         return {}
-    elif not is_shown:
+    else:
         candidates = {
             n: where
             for n, where in candidates.items()
@@ -362,7 +302,7 @@ def _witnesses(value: object, name: str) -> Iterator[_Witness]:
         yield _Witness(name, f"a PackedSequence of {n}", (n,), is_certain=True)
     elif isinstance(value, list | tuple):
         if sizes := _sizes_of_samples(value):
-            text = f"a list of {len(value)}: {_in_words(value[0])}, …"
+            text = f"a list of {len(value)}: {in_words(value[0])}, …"
             yield _Witness(name, text, sizes, is_certain=not isinstance(value[0], Tensor))
         elif value and not isinstance(value[0], int | float):
             for part in value:
@@ -386,7 +326,7 @@ def _of_tensor(tensor: Tensor, name: str) -> _Witness:
     is_of_edges = "index" in name and len(shape) == 2 and shape[0] == 2 and tensor.dtype == torch.int64
     mixes_rows = is_of_edges or name.startswith("cu_seq") or tensor.is_sparse
     is_of_tokens = not tensor.is_floating_point()
-    return _Witness(name, _in_words(tensor), (shape[0],), shape, is_of_tokens=is_of_tokens, mixes_rows=mixes_rows)
+    return _Witness(name, in_words(tensor), (shape[0],), shape, is_of_tokens=is_of_tokens, mixes_rows=mixes_rows)
 
 
 def _sizes_of_samples(values: Sequence[Any]) -> tuple[int, ...]:
@@ -411,7 +351,8 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
 
 
-def _in_words(value: object) -> str:
+def in_words(value: object) -> str:
+    """A tensor by its dtype and shape; anything else by its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(_shape(value))}"

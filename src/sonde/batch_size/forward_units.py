@@ -16,18 +16,16 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import TypeIs
 
 from sonde.batch_size.batch_dim import (
-    LayerSaw,
-    Shown,
+    Counted,
     UnclearUnitsError,
+    batch_in_words,
     count_units,
-    first_shape,
+    has_certain_count,
     layers_that_know,
-    layers_that_show,
-    seen_by,
-    shown_by,
     tensors_in,
 )
 from sonde.batch_size.hooks import ModuleHook, is_in_graph, put_on, why_no_hook
+from sonde.batch_size.proved_units import Rule, form_of, prove, tensors_given
 from sonde.batch_size.window_clock import ALWAYS, OwnTime
 from sonde.parallel.unwrap import unwrap_model
 
@@ -45,6 +43,8 @@ UnitsPerPiece = float | Mapping[str, float] | FirstDim | UnitsOfForward | None
 _PASS_A_NUMBER = (
     "Pass units_per_piece= a number, or enter 'with probe.piece(units=…):' around the backward of each micro-batch"
 )
+_MOST_FORMS = 8
+"""Forms of batches that are proved. Further ones are counted by what is usual."""
 _MOST_OUTPUTS = 8
 """Tensors of what a model returns, from the first on, by which a backward shows that it comes from this forward."""
 
@@ -125,12 +125,16 @@ class ForwardUnits:
             self._names = tuple(inspect.signature(unwrap_model(model).forward).parameters)
         self._called_with: dict[str, Any] = {}
         self._given: Any = None
-        self._may_read_time_first = bool(layers_that_know(model))
-        self._shown: dict[int, Shown] = {}
-        """What layers have shown of a first tensor, by its number of dims."""
-        self._saw: list[LayerSaw] = []
-        self._hidden: list[nn.Module] = []
-        self._on_layers: list[RemovableHandle] = []
+        self._doubt = (
+            "layers of the model read time first, and it cannot be tried which dim is the batch"
+            if layers_that_know(model)
+            else ""
+        )
+        self._rules: dict[object, Rule | str | None] = {}
+        """What was proved of batches, by their form."""
+        self._rule: Rule | str | None = None
+        """Of the forward that goes on."""
+        self._tensors: list[Tensor] = []
         self._on_model: list[RemovableHandle] = []
         self._counts = False
         self.open()
@@ -152,7 +156,6 @@ class ForwardUnits:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._ask_no_more()
         for handle in self._on_model:
             handle.remove()
         self._on_model = []
@@ -211,8 +214,6 @@ class ForwardUnits:
 
     def _begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the model is called with, before it takes anything out of it."""
-        if self._on_layers:  # the forward before has failed
-            self._ask_no_more()
         if not (self._is_measured and torch.is_grad_enabled()):
             return
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
@@ -221,30 +222,17 @@ class ForwardUnits:
             self._given = self._count(*args, **kwargs) if callable(self._count) else self._count
         except Exception as error:  # raised where the units are needed, not inside the user's forward
             self._given = error
-        with contextlib.suppress(Exception):  # of an object of the user's, which `_ends` names
-            if _is_first_dim(getattr(self._given, "units", self._given)):
-                self._ask_layers(args, kwargs)
+        if _is_first_dim(getattr(self._given, "units", self._given)):
+            self._rule, self._tensors = None, tensors_given(args, kwargs)
+            if self._tensors and not has_certain_count(self._called_with):
+                self._rule = self._proved(args, kwargs)
 
-    def _ask_layers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have layers show what they are called with, in the first forward with a tensor of as many dims."""
-        shape, self._saw = first_shape(self._called_with), []
-        if not shape or len(shape) in self._shown or (shape[0] == 1 and not self._may_read_time_first):
-            return
-        layers, self._hidden = layers_that_show(self._model)
-        hook = _Hook(self, self._layer_is_called)
-        for layer in layers:
-            self._on_layers.append(put_on(layer.register_forward_pre_hook, hook, with_kwargs=True))
-            if layer is self._model:  # whose hooks are being called: a new one is left out
-                self._layer_is_called(layer, args, kwargs)
-
-    def _layer_is_called(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (saw := seen_by(layer, args, kwargs)) is not None:
-            self._saw.append(saw)
-
-    def _ask_no_more(self) -> None:
-        for handle in self._on_layers:
-            handle.remove()
-        self._on_layers = []
+    def _proved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | str | None:
+        """Where the units of a batch of this form are; see `prove`."""
+        form = self._model.training, *form_of(self._tensors)
+        if form not in self._rules and len(self._rules) < _MOST_FORMS:
+            self._rules[form] = prove(unwrap_model(self._model), args, kwargs)
+        return self._rules.get(form)
 
     def _ends(self, model: nn.Module, args: object, output: object) -> None:
         """Count the units, with what the model has returned as a witness."""
@@ -256,7 +244,6 @@ class ForwardUnits:
                 self._steps.note_recording()
         if not (self._is_measured and self._counts):
             return
-        self._ask_no_more()
         given, self._given = self._given, None
         try:
             units = self._with_rows(given, output)
@@ -275,7 +262,7 @@ class ForwardUnits:
         if not _is_first_dim(leaves_open):
             return given
         try:
-            counted = count_units(self._called_with, output, self._shown_by_layers())
+            counted = self._counted(output)
         except UnclearUnitsError:
             raise
         except Exception as error:  # of an object of the user's that cannot be looked at
@@ -285,16 +272,16 @@ class ForwardUnits:
         self.counted_in = self.counted_in or counted.where
         return counted.n if leaves_open is given else dataclasses.replace(given, units=counted.n)
 
-    def _shown_by_layers(self) -> Shown:
-        """What layers show of the first tensor, in this forward or in the first one with as many dims."""
-        shape = first_shape(self._called_with)
-        if (known := self._shown.get(len(shape))) is not None:
-            return known
-        shown = shown_by(self._called_with, self._saw, self._hidden)
-        could_be_either = shown.dim is not None and shape[:1] == shape[1:2]
-        if shape and shape[0] != 1 and not could_be_either:
-            self._shown[len(shape)] = shown
-        return shown
+    def _counted(self, output: object) -> Counted | None:
+        rule, given, self._tensors = self._rule, self._tensors, []
+        if rule is None:
+            return count_units(self._called_with, output, self._doubt)
+        try:
+            if isinstance(rule, Rule):
+                return rule.count(given, output)
+        except UnclearUnitsError as question:
+            self._rules, rule = {}, str(question)
+        raise UnclearUnitsError(f"{rule}: {batch_in_words(self._called_with, output)}")
 
 
 class _Hook(ModuleHook):

@@ -123,13 +123,13 @@ def is_in_own_pass(part: object) -> bool:
 @contextlib.contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Modules are in evaluation mode inside. On exit, modules, buffers and random numbers are as before."""
-    with own_passes(model), preserve_modes_and_randomness(model), preserve_buffers(model), _without_autocast_cache():
+    with own_passes(model), preserve_modes_and_randomness(model), preserve_buffers(model), without_autocast_cache():
         set_evaluation_mode(model)
         yield
 
 
 @contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
     """Autocast converts weights anew inside, and keeps nothing.
 
     Inside one region of autocast, its cache gives the weights of the region's first forward again: those before a
