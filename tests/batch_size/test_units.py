@@ -119,9 +119,17 @@ def second_backward(model: Any, generator: torch.Generator) -> None:
     (2 * loss).backward()
 
 
+def two_tasks(model: Any, generator: torch.Generator) -> None:
+    """Two losses of one batch, each with a forward and a backward of its own."""
+    x, y = batch(4, generator)
+    mean_loss(model, x, y).backward()
+    model(x).square().mean().backward()
+
+
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
+        (two_tasks, "two backwards of a window are of the same rows, so they are no two pieces. Add the two"),
         (in_parts, "no forward of the model was seen before a backward"),
         (two_forwards, "a backward follows 2 forwards of the model. Pass units_per_piece= a n"),
         (second_backward, "a forward of the model had a second backward. Put all backwards of"),
@@ -266,6 +274,23 @@ def test_a_model_is_tried_once_and_nothing_changes() -> None:
 
 
 # What a forward or a loop around says besides.
+
+
+def test_memory_that_is_used_again_holds_other_rows() -> None:
+    model, generator, static = small_model(), torch.Generator().manual_seed(0), batch(4, torch.Generator())[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(model, optimizer) as probe:
+        for _ in range(3):
+            mean_loss(model, static.copy_(batch(4, generator)[0]), batch(4, generator)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean_loss(model, static, batch(4, generator)[1]).backward()
+        optimizer.zero_grad()  # the step is done again
+        probe.discard()
+        mean_loss(model, static, batch(4, generator)[1]).backward()
+        mean_loss(model, *batch(4, generator)).backward()
+        optimizer.step()
+        assert (probe.reading().windows, probe.reading().dropped) == (2, {})
 
 
 def test_a_forward_may_show_weights_too() -> None:

@@ -326,7 +326,7 @@ def _of_tensor(tensor: Tensor, name: str) -> _Witness:
     is_of_edges = "index" in name and len(shape) == 2 and shape[0] == 2 and tensor.dtype == torch.int64
     mixes_rows = is_of_edges or name.startswith("cu_seq") or tensor.is_sparse
     is_of_tokens = not tensor.is_floating_point()
-    return _Witness(name, in_words(tensor), (shape[0],), shape, is_of_tokens=is_of_tokens, mixes_rows=mixes_rows)
+    return _Witness(name, in_words(tensor), (shape[0],), shape, tensor.is_nested, is_of_tokens, mixes_rows)
 
 
 def _sizes_of_samples(values: Sequence[Any]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import TypeIs
 
@@ -68,6 +69,26 @@ class SecondBackwardError(UnclearUnitsError):
     """Raised where the forward of a backward has had one before, so that both are of one piece."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A tensor, recognised while its memory is in use, and it has not been written to."""
+
+    memory: StorageWeakRef
+    view: tuple[object, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Source | None:
+        """The tensor's; None for one whose memory is not its own."""
+        if tensor.layout is not torch.strided or tensor.is_inference():
+            return None
+        view = tensor.storage_offset(), tensor.shape, tensor._version
+        return cls(StorageWeakRef(tensor.untyped_storage()), view)
+
+    def is_same(self, other: _Source) -> bool:
+        """Whether both are the same numbers."""
+        return self.view == other.view and self.memory == other.memory and not self.memory.expired()
+
+
 @dataclasses.dataclass(eq=False)
 class _Forward:
     """A forward that has built a graph.
@@ -75,11 +96,13 @@ class _Forward:
     Attributes:
         units: what was counted, or the error of counting.
         is_training: whether the model was in train mode.
+        source: the tensor that holds the units; None where the user counts them.
         is_reached: whether a backward has come to what it returned.
     """
 
     units: Any
     is_training: bool
+    source: _Source | None = None
     is_reached: bool = False
 
     def reach(self, gradients: object) -> None:
@@ -120,11 +143,15 @@ class ForwardUnits:
         """Forwards whose backward has not come."""
         self._taken: list[_Forward] = []
         """Forwards of the present window whose backward has come, to notice a second one."""
+        self._sources: list[_Source] = []
+        """Of the pieces of the present window."""
         self._names: tuple[str, ...] = ()
         with contextlib.suppress(TypeError, ValueError):  # of a forward that is not written in Python
             self._names = tuple(inspect.signature(unwrap_model(model).forward).parameters)
         self._called_with: dict[str, Any] = {}
         self._given: Any = None
+        self.dim = 0
+        """Of what the model was called with last, in which its units lie."""
         self._doubt = (
             "layers of the model read time first, and it cannot be tried which dim is the batch"
             if layers_that_know(model)
@@ -135,6 +162,7 @@ class ForwardUnits:
         self._rule: Rule | str | None = None
         """Of the forward that goes on."""
         self._tensors: list[Tensor] = []
+        self._source: _Source | None = None
         self._on_model: list[RemovableHandle] = []
         self._counts = False
         self.open()
@@ -163,7 +191,12 @@ class ForwardUnits:
     def begin_window(self, *, is_measured: bool) -> None:
         """Forget forwards of the window before, and count those that come if the window is measured."""
         self._is_measured = is_measured
+        self._sources = []
         self.forget()
+
+    def discard(self) -> None:
+        """Forget the pieces of the present window, whose gradients were zeroed."""
+        self._sources = []
 
     def forget(self) -> None:
         """Forget forwards whose backward has not come, before a declared piece."""
@@ -191,6 +224,14 @@ class ForwardUnits:
             raise units
         if units is None:
             raise UnclearUnitsError("the model was called without a tensor that has rows", _PASS_A_NUMBER)
+        if (source := forwards[0].source) is not None:
+            if any(map(source.is_same, self._sources)):
+                raise UnclearUnitsError(
+                    "two backwards of a window are of the same rows, so they are no two pieces",
+                    "Add the two losses up and call backward once, or put both into one 'with probe.piece():'. A loop "
+                    "that zeroes gradients between the two, as SAM does, is not measured",
+                )
+            self._sources.append(source)
         return units
 
     def of_backward(self) -> list[_Forward]:
@@ -244,12 +285,12 @@ class ForwardUnits:
                 self._steps.note_recording()
         if not (self._is_measured and self._counts):
             return
-        given, self._given = self._given, None
+        given, self._given, self._source = self._given, None, None
         try:
             units = self._with_rows(given, output)
         except Exception as error:
             units = error
-        forward = _Forward(units, model.training)
+        forward = _Forward(units, model.training, self._source)
         for tensor in itertools.islice(tensors_in(output), _MOST_OUTPUTS):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(forward.reach)
@@ -274,10 +315,14 @@ class ForwardUnits:
 
     def _counted(self, output: object) -> Counted | None:
         rule, given, self._tensors = self._rule, self._tensors, []
+        if given:
+            place = rule.given[0] if isinstance(rule, Rule) and rule.given else 0
+            self._source = _Source.of(given[place])
         if rule is None:
             return count_units(self._called_with, output, self._doubt)
         try:
             if isinstance(rule, Rule):
+                self.dim = rule.given[1] if rule.given else 0
                 return rule.count(given, output)
         except UnclearUnitsError as question:
             self._rules, rule = {}, str(question)

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -245,7 +246,7 @@ class LoopPieces:
             if weight is None:
                 by_units = 1.0 if first is None else first
                 weight = by_units if counts.weight is None else counts.weight
-            return piece_counts(first, weight, counts.unit_weights, further)
+            return replace(piece_counts(first, weight, counts.unit_weights, further), dim=self._forwards.dim)
         except UnclearUnitsError as question:
             self._question = f"{question}. {question.remedy}"
             return Problem.UNITS_ASKED
@@ -300,6 +301,7 @@ class LoopPieces:
             Whether there are any to forget: none where nothing is measured.
         """
         has_run, self._n = self._n > 0 and not self.is_open, 0
+        self._forwards.discard()
         if has_run:
             self._question, self.is_doubted = "", False
         return has_run

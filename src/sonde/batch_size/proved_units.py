@@ -27,6 +27,8 @@ _FEW = 8
 _MOST_BYTES = 256 * 2**20
 """Memory for what one pass returns."""
 _MOST_OUTPUTS = 8
+_SINGLE = 5
+"""Rows that are changed one by one, to see how many numbers each moves."""
 _MOVED = 2e-6
 """Part of the largest number of an output that moves by more than rounding; in 16 bits, two roundings."""
 _JOINT = 1e-3
@@ -81,7 +83,7 @@ def _returned_tensors(output: object) -> list[Tensor]:
 
 def form_of(given: Sequence[Tensor]) -> tuple[object, ...]:
     """What batches have in common for which one proof holds."""
-    return tuple((t.dim(), t.dtype, t.layout, t.shape[:1] == (1,)) for t in given)
+    return tuple((t.dim(), t.dtype, t.layout, t.dim() > 0 and t.size(0) == 1) for t in given)
 
 
 def prove(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | str | None:
@@ -226,14 +228,15 @@ class _Asked:
             if all(reached):
                 return Rule((k, 0))
             return f"parts of {in_words(x)} do not depend on each other, as documents that are packed in it"
-        single = [self._returned({k: self._changed(k, d, torch.arange(n) == i, other)}) for i in (0, n // 2, n - 1)]
+        places = torch.linspace(0, n - 1, _SINGLE).long().unique()
+        single = [self._returned({k: self._changed(k, d, torch.arange(n) == i, other)}) for i in places]
         n_moved = 0
         for i, before in enumerate(self._before):
             for axis in range(before.dim()):
                 moved = [_moving_slices(before, after[i], axis).nonzero().flatten().tolist() for after in single]
-                if all(len(each) == 1 for each in moved) and len({each[0] for each in moved}) > 1:
+                if max(map(len, moved)) == 1 and len({place for each in moved for place in each}) > 1:
                     return Rule(returned=(i, axis))
-                n_moved = max(n_moved, len(moved[1])) if axis == 0 else n_moved
+                n_moved = max(n_moved, *map(len, moved)) if axis == 0 else n_moved
         return f"rows depend on each other in the model: one that is changed in {in_words(x)} moves {n_moved}"
 
     def _other(self, k: int, d: int) -> Tensor:

@@ -90,6 +90,7 @@ class PieceCounts:
 
     Attributes:
         further: its size in each of the further units.
+        dim: of what the model was called with, in which its units lie.
     """
 
     weight: Number
@@ -97,6 +98,7 @@ class PieceCounts:
     units: Number
     unit_weights: Sequence[float] | Tensor | None = None
     further: tuple[Number, ...] = ()
+    dim: int = 0
 
 
 def piece_counts(

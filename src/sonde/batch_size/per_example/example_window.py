@@ -85,7 +85,7 @@ class ExampleWindow:
         """
         # Rows that count for nothing, as padding may, have a weight of 0, and are no units.
         units = counts.units if counts.unit_weights is None else len(counts.unit_weights)
-        if why_not := self._why_not_rows(units):
+        if why_not := self._why_not_rows(units, counts.dim):
             self.reasons[""] = why_not
             self.norms.discard()
             return
@@ -115,8 +115,10 @@ class ExampleWindow:
         self._n_examples += n
         self._n_pieces += 1
 
-    def _why_not_rows(self, units: float | Tensor) -> str:
+    def _why_not_rows(self, units: float | Tensor, dim: int) -> str:
         """Why the units of a piece cannot be the rows that layers are called with, in words."""
+        if dim and not self.norms.knows_time_first:
+            return f"the batch is dim {dim} of what the model is called with, and layers do not show it"
         if isinstance(units, Tensor) or not float(units).is_integer():
             return "the number of units of a piece is no whole number that the host knows: pass an int"
         if 8 * units * self._n_parameters > _MOST_BYTES:

@@ -195,6 +195,11 @@ class PerExampleNorms:
         self.is_open = True
 
     @property
+    def knows_time_first(self) -> bool:
+        """Whether a layer shows which dim is the batch where that may be time."""
+        return bool(self._know_the_batch)
+
+    @property
     def released(self) -> list[str]:
         """Names of the parameters that have become trainable since the hooks were installed, and have none."""
         return [uses.name for uses in self._piece.uses if uses.parameter.requires_grad and uses not in self._hooked]
