@@ -46,14 +46,6 @@ def asked(option: str, value: Any, **others: Any) -> Callable[[], Call]:
     return call
 
 
-def without_mesh(option: str, value: Any, norm_type: float) -> Call:
-    """Gradients over rows and over columns of a 2 × 2 mesh. The call of rank 0 is bad; rank 3 shares no sum with it."""
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    made = [placed(torch.ones(2), mesh[axis], [Shard(0)], (4,)) for axis in ("dp", "tp")]
-    options = {"max_norm": 1.0, "norm_type": norm_type} | ({option: value} if rank() == 0 else {})
-    return Call(made, options, options.pop("max_norm"))
-
-
 def on_meta(*placement: Any) -> nn.Parameter:
     local = DTensor.from_local(torch.ones(3, device="meta"), world(), list(placement), run_check=False)
     p = nn.Parameter(local.detach())
@@ -181,17 +173,6 @@ CASES = [
         for o, v, match in BAD_OPTIONS
         for p in (2.0, math.inf)
         if v != "two" or p == 2.0
-    ),
-    *(
-        Case(
-            f"{o}, {v}, p {p}, no mesh",
-            4,
-            lambda o=o, v=v, p=p: without_mesh(o, v, p),
-            (match, "another rank", "another rank", {2.0: 8**0.5, math.inf: 1.0}[p]),
-            None,
-        )
-        for o, v, match in BAD_OPTIONS
-        for p in (2.0, math.inf)
     ),
     Case(
         "mesh",

@@ -4,7 +4,9 @@ Each rank has a number that should be the same on some ranks: a digest d, a whol
 its parameters, or the power sum of gradients that should be copies. It adds the number times a coefficient of its own,
 and the coefficients of the ranks that should agree sum to 0. So the sum over ranks is 0 if all numbers are equal. If
 some differ, the sum is 0 by chance about once in 100,000 cases. Sums of digests are exact in fp64: a digest has 20
-bits, a coefficient 18, and 16,383 ranks add 15. With more ranks, digests have fewer bits. If the shards of a copy are
+bits, a coefficient 18, and 16,383 ranks add 15. With more ranks, digests have fewer bits. Gradients of
+equal size have equal power sums to within rounding, as those of experts may. So a few of their elements are compared
+too, by a projection of its own for each coefficient. If the shards of a copy are
 on several ranks, each of these ranks multiplies its power sum by the sum of their coefficients: so the sum is 0 if all
 copies are equal, whichever ranks hold the shards of the other copies.
 """
@@ -41,6 +43,10 @@ _ONE_ELEMENT = 3e-3
 """For one element: a sum over a batch that nearly cancels may lose this part of itself to rounding, in any dtype."""
 _N_ULPS = 16
 """Largest difference of elements, in units in the last place: a root mean square over ranks."""
+_TENSORS, _ROWS, _ELEMENTS = 4, 8, 64
+"""How many of the largest gradients of a group are sampled, rows of each, and elements of these."""
+_OF_ELEMENTS = 1e-2
+"""Relative difference of sampled elements that rounding may make; `_N_ULPS` in 16 bits."""
 _NOT_WHOLE = 1e-6
 _MAX_NAMED = 5
 
@@ -48,9 +54,10 @@ KINDS = ("up to 6", "inf")
 """Kinds of norm_type. Each kind takes another collective."""
 COMPARED = (
     *("norm_type", "max_norm", "nonfinite", "stages", "groups", "parameters", "partial"),
-    *("plain", "sharded"),
+    *("plain", "sharded", "plain elements", "sharded elements"),
 )
-"""What is compared: digests, and power sums of copies. The error message names the first difference in this order."""
+"""What is compared: digests, power sums of copies, and some of their elements. The error message names the first
+difference in this order."""
 _WIDTH = _N_CONTRASTS + 1
 _REPLICAS_AT = len(KINDS) + _WIDTH * len(COMPARED)
 N_SLOTS = _REPLICAS_AT + 1 + ties.N_SLOTS
@@ -184,6 +191,13 @@ def digest(*parts: object) -> int:
     return 1 + int.from_bytes(hashed, "little") % int(2**_DIGEST_BITS - 1)
 
 
+@functools.lru_cache(maxsize=16)
+def _directions(n: int, device: torch.device) -> Tensor:
+    """One for each contrast, without a pattern that gradients could share; [contrasts, n]."""
+    places = torch.arange(n, dtype=torch.float64, device=device)
+    return torch.stack([(places.square() * (k + 1) + places).cos() for k in range(_N_CONTRASTS)])
+
+
 def copies_tolerance(order: float, dtype: torch.dtype, n_elements: int) -> float:
     """Largest relative difference of power sums of gradients that are copies up to rounding.
 
@@ -243,6 +257,21 @@ class Ballot:
             numbers = [*(c * power for c in among.coefficients), (tolerance * among.scale * power).square()]
         self._on_device += [(at + k, number) for k, number in enumerate(numbers)]
 
+    def add_elements(self, name: str, locals_: Sequence[Tensor], among: Contrast) -> None:
+        """Compare some elements of gradients that all these ranks should have."""
+        dense = [t for t in locals_ if t.layout is torch.strided and t.dim()]
+        largest = sorted(dense, key=lambda t: -t.numel())[:_TENSORS]
+        rows = (t[:: max(len(t) // _ROWS, 1)][:_ROWS].reshape(-1)[:_ELEMENTS] for t in largest if t.numel())
+        sample = torch.cat([torch.zeros(1, dtype=torch.float64, device=dense[0].device), *rows]) if dense else None
+        if sample is None:
+            return
+        tolerance = max(_OF_ELEMENTS, *(_N_ULPS * torch.finfo(t.dtype).eps for t in largest))
+        projections = _directions(len(sample), sample.device) @ sample
+        at = len(KINDS) + _WIDTH * COMPARED.index(f"{name} elements")
+        numbers = [c * p for c, p in zip(among.coefficients, projections, strict=True)]
+        numbers.append((tolerance * among.scale) ** 2 * sample.dot(sample))
+        self._on_device += [(at + k, number) for k, number in enumerate(numbers)]
+
     def add_replicas(self, n_distinct: float) -> None:
         """Check the declared `replicas=`: each rank adds 1/n for each of them, which must add up to a whole number."""
         if not self._uses_max:
@@ -295,6 +324,10 @@ def compared_numbers(
             copies = [("plain", largest, copies[0][2], max(tolerance for *_, tolerance in copies))]
         for each in copies:
             ballot.add_copies(*each)
+        if not uses_max:
+            for gradients, _ in powers:
+                if (of_copy := held.copies[gradients.key]) is not None:
+                    ballot.add_elements("sharded" if gradients.key.ranks else "plain", gradients.locals, of_copy)
     are_told = has_stages and not uses_max
     of_ties = ties.numbers(plan, held.ties, [gradients for gradients, _ in powers]) if are_told else None
     return ballot.slots(plan.device, of_ties)
@@ -399,10 +432,11 @@ def _other_holdings(name: str, plan: NormPlan) -> str:
             "parameters on every rank, even those without a gradient, in one dtype; pass pp_mesh= if they are pipeline "
             "stages, and declare parameters that only some ranks have by replicas="
         )
-    keys = [key for key in plan if bool(key.ranks) == (name == "sharded") and key.n_replicas is None]
+    is_sharded = name.startswith("sharded")
+    keys = [key for key in plan if bool(key.ranks) == is_sharded and key.n_replicas is None]
     indices = [i for key in keys for i in plan.groups[key]]
     first = f" (here {len(indices)}, the first is {plan.name_of(indices[0])})" if indices else ""
-    what = "DTensors on a part of mesh=" if name == "sharded" else "plain gradients"
+    what = "DTensors on a part of mesh=" if is_sharded else "plain gradients"
     return (
         f"{what}{first} have gradients that differ between ranks that should hold the same: declare experts and shards "
         "by replicas= (how many ranks hold the same values), pass pp_mesh= if these are pipeline stages, or sum the "

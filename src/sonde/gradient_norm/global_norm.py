@@ -369,7 +369,7 @@ def compare_plans(plan: NormPlan) -> None:
         ValueError: on every rank of the plan's mesh, or that shares a sum with this one, when something is wrong with
             the plan of one of them, or two have different parameters.
     """
-    problem = HeldError(plan.problem)
+    problem = HeldError(plan.problem_of_plan)
     if not plan.is_alone:
         request = NormRequest(2.0, is_plan=True)
         problem.keep(_sum_over_ranks(plan, [], request, problem, None).error_of_peers(plan))

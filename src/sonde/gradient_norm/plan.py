@@ -309,8 +309,13 @@ class NormPlan(Mapping[Key, list[Tensor]]):
     @property
     def problem(self) -> ValueError | None:
         """What is wrong on this rank: with the request, its pipeline stages, a replaced parameter, or a gradient."""
-        of_request = self._request_problem.first or self._missing_stages() or self._replaced_parameter()
-        return of_request or self._gradient_problem
+        return self.problem_of_plan or self._missing_stages() or self.remembered(_missing_mesh)
+
+    @property
+    def problem_of_plan(self) -> ValueError | None:
+        """What is wrong already while the pipeline stages may still be given."""
+        of_mesh = self._missing_stages() if self.mesh is not None else None
+        return self._request_problem.first or of_mesh or self._replaced_parameter() or self._gradient_problem
 
     def _replaced_parameter(self) -> ValueError | None:
         if self._inventory is None:
@@ -327,6 +332,13 @@ class NormPlan(Mapping[Key, list[Tensor]]):
             f"{name} came into the module, or replaced another parameter there, after the plan was made, and has a "
             "gradient: make the plan again by group_parameters_for_norm"
         )
+
+    def roots(self) -> list[DeviceMesh]:
+        """The whole meshes around those that gradients are cut over."""
+        # Not by shares, which are kept for equal meshes: those may be axes of different ones. Nor by parameters where
+        # there are gradients: torch gives a parameter the first of all equal meshes that it has seen.
+        tensors = [g for g in self._gradients() if g is not None] or self.parameters
+        return [root_of(spec.mesh) for tensor in tensors if (spec := spec_of(tensor)) is not None]
 
     def _missing_stages(self) -> ValueError | None:
         if self.pp_mesh is not None:
@@ -477,8 +489,24 @@ def _share(spec: Any, shares: dict[tuple[Any, ...], Share]) -> Share:
     return share
 
 
+def _missing_mesh(plan: NormPlan) -> ValueError | None:
+    """Some gradients are cut over an axis of a mesh, and others are not: are the ranks along other axes copies?
+
+    They are under tensor parallelism, and are none where they hold other experts. Only a sum over them would show it,
+    and only the caller knows whether they call too. torch's own clip refuses plain gradients beside DTensors.
+    """
+    if plan.mesh is not None or len({key.ranks for key in plan.groups}) < 2:
+        return None
+    largest = max(share.mesh.size() for share in plan.shares if share.mesh is not None) * plan.n_stages
+    if all(root.size() <= largest for root in plan.roots()):
+        return None
+    return ValueError(
+        "some gradients are cut over an axis of a mesh, and others are not, so it does not show which ranks hold the "
+        "same: pass mesh= (all ranks that hold the model), and replicas= for parameters that only some of them have, "
+        "as experts"
+    )
+
+
 def _root_with_stages(plan: NormPlan) -> DeviceMesh | None:
-    """The whole mesh around that of some parameters, if it has pipeline stages."""
-    # Not by shares, which are kept for equal meshes: those may be axes of different ones.
-    roots = (root_of(spec.mesh) for p in plan.parameters if (spec := spec_of(p)) is not None)
-    return next((root for root in roots if size_along(root, "pp") > 1), None)
+    """The whole mesh around that of some gradients, if it has pipeline stages."""
+    return next((root for root in plan.roots() if size_along(root, "pp") > 1), None)

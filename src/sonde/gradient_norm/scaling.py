@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from sonde.gradient_norm.global_norm import GlobalNorm
 from sonde.gradient_norm.plan import Collected, NormPlan
 from sonde.gradient_norm.power_sums import LARGEST_ORDER
 from sonde.parallel.devices import is_at_hand, to_device, widened
-from sonde.parallel.placements import local_tensor
+from sonde.parallel.placements import from_local, local_tensor, spec_of
 
 Nonfinite = Literal["ignore", "skip", "raise"]
 """What to do when the norm is not finite; `clip_grad_norm_` says what each means."""
@@ -131,12 +131,25 @@ def scale_(grads: list[Tensor], coefficient: Tensor | None, skip: Tensor | None 
 
 
 def _write_back(plan: NormPlan, collected: Sequence[Collected]) -> None:
-    """Put summed gradients in place of partial ones: otherwise the optimizer would sum each of them again."""
+    """Put summed gradients in place of partial ones: otherwise the optimizer would sum each of them again.
+
+    That of a sharded parameter, which the optimizer redistributes anyway, is left partial, as torch's clip leaves it.
+    """
     for gradients in collected:
         if gradients.key.is_partial:
             for index, gradient in zip(gradients.indices, gradients.gradients, strict=True):
-                if plan.parameters[index].grad is not None:
-                    plan.parameters[index].grad = gradient
+                parameter = plan.parameters[index]
+                if parameter.grad is not None:
+                    is_cut = any(placement.is_shard() for placement in spec_of(parameter).placements)
+                    parameter.grad = _as_partial(gradient, spec_of(parameter.grad)) if is_cut else gradient
+
+
+def _as_partial(whole: Tensor, spec: Any) -> Tensor:
+    """A summed gradient, placed as it was before the sum: the first rank along each axis holds it, the others zeros."""
+    axes = [a for a, placement in enumerate(spec.placements) if placement.is_partial("sum")]
+    is_first = all(spec.mesh.get_coordinate()[axis] == 0 for axis in axes)
+    local = local_tensor(whole)
+    return from_local(local if is_first else torch.zeros_like(local), spec)
 
 
 def _where_not_finite(plan: NormPlan, measured: GlobalNorm, norm: Tensor, max_norm: float | None) -> str:
