@@ -90,6 +90,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Mixed(nn.Module):
+    """Lets positions see each other, so that the rows are the only independent dim."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.square().mean(1, keepdim=True)
+
+
 class Rounded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[..., 0].abs().mul(3).long().clamp(max=6)
@@ -111,7 +118,7 @@ class Seen:
 def train(layer: Callable[[], nn.Module], n_pieces: int, options: dict[str, Any] | None) -> tuple[Seen, Any]:
     """A few steps; what they leave behind, and what was measured."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), Mixed(), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     READS.clear()
     probe = None

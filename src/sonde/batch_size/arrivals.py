@@ -92,8 +92,8 @@ class Delivery:
             if sq_norm_update := float(numbers["sq_norm_update"]):
                 by_name[UPDATE_NORM] = math.sqrt(sq_norm_update)
             own_norm = None
-            if "own_norm" in numbers and (own := float(numbers["own_norm"])):
-                own_norm = OwnNorm(own, *numbers["own_norm_squares"].tolist())
+            if "own_norm" in numbers and numbers["own_norm"].any():
+                own_norm = OwnNorm(*numbers["own_norm"].tolist(), *numbers["own_norm_squares"].tolist())
             examples = unprefixed("examples", numbers)
             costs = WindowCosts(*numbers["costs"].tolist())
             return MeasuredWindow(rows, of_window, by_name, costs, numbers["frozen"], examples, own_norm)
@@ -271,7 +271,7 @@ class Arrivals:
         self._rounding, self._mechanism, self._pace, self._tap = rounding, mechanism, pace, reader.tap
         self._wrapper, self._say, self._frozen = (wrapper := reader.wrapper), say, frozen
         self._counted_in, self._has_seen_one = counted_in, False
-        self._norms = NormWatch(reader.final.n_parts)
+        self._norms = NormWatch(reader.final.n_parts, reader.final.n_ranks)
         # Numbers come to each rank at a time of its own. Ranks that share pieces sum parts of each, so all of them must
         # take the same backwards for pieces: they learn it together, by the first piece that they declare.
         self._shares_pieces = bool(
@@ -313,15 +313,14 @@ class Arrivals:
         plain = self._metrics.all.get("euclidean")
         solved = None if plain is None else plain.last
         norm = None if solved is None else solved.norm
-        own, true = window.own_norm, None
-        if own is not None and (true := own.true_norm(norm)):
+        own = window.own_norm
+        if own is not None and (true := self._norms.corrected(own)):
             window = replace(window, scalars={**window.scalars, NORM: true})
         alerts = self._norms.add(
             number,
             gradient=window.scalars.get(NORM, norm),
             max_norm=window.scalars.get(MAX_NORM),
-            own=None if own is None else own.norm,
-            true=true,
+            own=own,
             update_before=window.scalars.get(UPDATE_NORM),
             rate=window.known.rate,
         )

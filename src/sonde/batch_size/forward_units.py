@@ -79,7 +79,7 @@ class _Source:
     @classmethod
     def of(cls, tensor: Tensor) -> _Source | None:
         """The tensor's; None for one whose memory is not its own."""
-        if tensor.layout is not torch.strided or tensor.is_inference():
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
             return None
         view = tensor.storage_offset(), tensor.shape, tensor._version
         return cls(StorageWeakRef(tensor.untyped_storage()), view)

@@ -425,9 +425,9 @@ class NoiseScaleProbe:
         """
         if self.is_closed or not self._pace.is_measured:
             return
-        max_norm, norm = None if is_partial(norm) else max_norm, local_tensor(norm)
         self._reader.final.note_own_norm(norm, max_norm)
-        if max_norm is not None:
+        if max_norm is not None and not is_partial(norm):
+            norm = local_tensor(norm)
             for name, value in WindowClip(max_norm, 2.0, "ignore").scalars(norm).items():
                 self._scalars.note(name, value)
 

@@ -12,11 +12,11 @@ from sonde.wording import number, plural
 
 OWN_NORM = "own_norm"
 """The alert about the loop's own norm."""
-_ADD_UP_TO = 0.05
-"""Largest relative error of Σ n_r² for norms n_r of shards. Norms that torch takes in bf16 are off by 0.4 %, their
-squares by 0.8 %; parameters that every rank holds whole count on each, and are a few percent of |G|² at most."""
-_TOO_SMALL = 0.9
-"""A norm above this part of the true one misleads nobody, as where one rank holds nearly all of the gradient."""
+_OFF = 0.02
+"""Relative difference of the loop's own norm from the true one that misleads. Norms that torch takes in bf16 are off by
+0.4 %."""
+_SAME = 0.01
+"""Relative difference of two norms that are taken of the same."""
 _OWN_AFTER = 5
 """Windows from which the loop's own norm is judged."""
 _LEAST_COEFFICIENT, _SCALED_AFTER = 1e-3, 20
@@ -30,32 +30,54 @@ trainings have none: `benchmarks.update_spikes`."""
 
 @dataclass(frozen=True)
 class OwnNorm:
-    """A loop's own 2-norm of the gradient of one window.
+    """A loop's own 2-norm of the gradient of one window, and |F|² as it was when that was taken, before a clip.
 
     Attributes:
         norm: on this rank.
-        sq_of_ranks: Σ over ranks of its square, so that copies of a shard count once.
-        sq_unclipped: |F|² with each rank's part divided by the coefficient that this rank's norm clips by. The norm
-            before a clip, also where each rank clips by another norm.
+        held: |F|² of what this rank holds, copies and partial gradients too.
+        n_ranks: how many ranks have taken a norm.
+        counted: |F|² in which every element of all ranks counts once, without partial gradients.
+        held_by_all: the ranks' `held`, added up.
+        partial: |F|² of the partial gradients, once summed, at the end of the window.
+        final: |F|² of all gradients, likewise.
     """
 
     norm: float
-    sq_of_ranks: float
-    sq_unclipped: float
+    held: float
+    n_ranks: float
+    counted: float
+    held_by_all: float
+    partial: float
+    final: float
 
-    def true_norm(self, averaged: float | None) -> float | None:
-        """The true norm, if those of the ranks are norms of their shards: then their squares add up to its square.
-
-        Ranks that all have the true norm have squares that add up to n times its square, so nothing else in a loop
-        (a loss scale, gradients divided later, noise) looks like that over several windows.
+    def true_norm(self, n_ranks: int) -> float | None:
+        """The true norm; None where it is not known, as where only some ranks take one.
 
         Args:
-            averaged: the norm of the rank-averaged sum of the window's pieces, where it is known.
+            n_ranks: ranks that hold the model.
         """
-        for true in (averaged, math.sqrt(max(self.sq_unclipped, 0.0))):
-            if true and abs(self.sq_of_ranks / true**2 - 1.0) <= _ADD_UP_TO:
-                return true
-        return None
+        rest = self.final - self.partial
+        if round(self.n_ranks) != n_ranks or not (self.counted > 0 and rest > 0 and math.isfinite(self.norm)):
+            return None
+        # Whatever scales the gradient later scales all of it.
+        square = self.counted * (1.0 + self.partial / rest)
+        return math.sqrt(square) if math.isfinite(square) else None
+
+    def cause(self, n_parts: int) -> str:
+        """Of what it is the norm, if not of the whole gradient.
+
+        Args:
+            n_parts: shards and stages that the model is cut into.
+        """
+        if _is_same(self.norm, self.held):
+            return f"each rank sees its own shard of {n_parts}"
+        if _is_same(self.norm, self.held_by_all):
+            return "what several ranks hold whole is counted on each of them"
+        return "it is the norm of something else than the whole gradient"
+
+
+def _is_same(norm: float, square: float) -> bool:
+    return square > 0 and abs(norm / math.sqrt(square) - 1.0) <= _SAME
 
 
 class NormWatch:
@@ -63,10 +85,11 @@ class NormWatch:
 
     Args:
         n_parts: shards and stages that the model is cut into.
+        n_ranks: ranks that hold it.
     """
 
-    def __init__(self, n_parts: int = 1) -> None:
-        self._n_parts = n_parts
+    def __init__(self, n_parts: int = 1, n_ranks: int = 1) -> None:
+        self._n_parts, self._n_ranks = n_parts, n_ranks
         self._n_own = self._n_scaled = 0
         self._factors: list[float] = []
         self.begin_anew()
@@ -84,8 +107,7 @@ class NormWatch:
         *,
         gradient: float | None = None,
         max_norm: float | None = None,
-        own: float | None = None,
-        true: float | None = None,
+        own: OwnNorm | None = None,
         update_before: float | None = None,
         rate: float | None = None,
     ) -> Iterator[tuple[str, str]]:
@@ -96,29 +118,33 @@ class NormWatch:
             gradient: its norm before any clip.
             max_norm: of the loop's clip.
             own: the loop's own norm, where the model is cut over ranks.
-            true: the true norm, where the loop's own is that of a shard: see `OwnNorm.true_norm`.
             update_before: by how far the step of the measured window before has moved the parameters.
             rate: the learning rate.
         """
-        if own is not None and (too_small := self._too_small(own, true)):
-            yield OWN_NORM, too_small
+        if own is not None and (wrong := self._wrong(own)):
+            yield OWN_NORM, wrong
         if scaled := self._scaled(gradient, max_norm):
             yield "clipped_to_length", scaled
         if self._last is not None and update_before and (spike := self._spike(update_before, *self._last)):
             yield "update_spike", spike
         self._last = window, gradient, rate
 
-    def _too_small(self, own: float, true: float | None) -> str:
+    def corrected(self, own: OwnNorm) -> float | None:
+        """The true norm, if the loop's own is not that."""
+        true = own.true_norm(self._n_ranks)
+        return None if true is None or abs(own.norm / true - 1.0) <= _OFF else true
+
+    def _wrong(self, own: OwnNorm) -> str:
         self._n_own += 1
-        if true is None or own > _TOO_SMALL * true:
+        if (true := self.corrected(own)) is None:
             return ""
-        self._factors.append(own / true)
+        self._factors.append(own.norm / true)
         if self._n_own < _OWN_AFTER or 2 * len(self._factors) < self._n_own:
             return ""
         return (
             f"your grad norm was {statistics.median(self._factors):.2f} of the true one in {len(self._factors):,} of "
-            f"{plural(self._n_own, 'window')}: each rank sees its own shard of {self._n_parts}. Use "
-            "sonde.clip_grad_norm_, or full_tensor() of the norm that torch's returns"
+            f"{plural(self._n_own, 'window')}: {own.cause(self._n_parts)}. Use sonde.clip_grad_norm_, or full_tensor() "
+            "of the norm that torch's returns"
         )
 
     def _scaled(self, gradient: float | None, max_norm: float | None) -> str:

@@ -24,8 +24,9 @@ from sonde.batch_size.units import Number, PieceCounts
 from sonde.batch_size.window_clock import OwnTime
 from sonde.gradient_norm.global_norm import GlobalNorm, global_norm
 from sonde.gradient_norm.plan import NormPlan
-from sonde.parallel.devices import is_capturing, runs_beside_host, to_device, widened
-from sonde.parallel.placements import local_tensor, spec_of
+from sonde.gradient_norm.power_sums import power_sum
+from sonde.parallel.devices import is_capturing, runs_beside_host, to_device, widened, zero_sums
+from sonde.parallel.placements import is_partial, local_tensor, spec_of
 from sonde.parallel.process_groups import start_reduce
 from sonde.parallel.shares import share_of
 from sonde.parallel.wrappers import Wrapper
@@ -74,12 +75,17 @@ class FinalGradient:
         self.clip_also({})
         self._first_rank = min(self.plan.in_stage, default=0)
         self._cut = CutGradients(parameters := list(wrapper.parameters.values()), self._first_rank)
-        self._own_norm: tuple[Tensor, float] | None = None
+        self._own_norm: Tensor | None = None
+        """The loop's own norm, |F|² of what this rank counts, and of what it holds, when that was taken; [3]."""
+        self._partial_now: list[int] = []
+        """Parameters whose gradients were partial at the end of the window."""
         self.update = UpdateSample(parameters, None if wrapper.mesh is None else self._first_rank, self._device)
         """Reads how far a step moves the parameters."""
         n_stages = 1 if wrapper.pp_mesh is None else wrapper.pp_mesh.size()
         self.n_parts = n_stages * max((share_of(spec_of(p)).n_shards for p in parameters), default=1)
         """Stages and shards that the model is cut into."""
+        self.n_ranks = 1 if wrapper.mesh is None else wrapper.mesh.size()
+        """Ranks that hold the model."""
 
     def clip_also(self, unmeasured: Mapping[str, Tensor]) -> None:
         """Include parameters that are not measured, by name, in the norm of a clip."""
@@ -98,27 +104,51 @@ class FinalGradient:
     def note_own_norm(self, norm: Tensor, max_norm: float | None) -> None:
         """Note the loop's own 2-norm of this window, where ranks hold parts of the gradient; the last one counts.
 
+        What this rank holds of the gradient is read now: it may be scaled before the window ends. Partial gradients,
+        which only a collective would sum, are read then, in relation to the others.
+
         Args:
-            norm: on this rank, before the clip.
+            norm: on this rank, before the clip. A DTensor that is partial stands for this rank's part: its whole, by
+                which a clip scales, is the true norm.
             max_norm: of the clip by this norm; None where another one clips, or none.
         """
-        if self._wrapper.mesh is not None:
-            self._own_norm = norm.detach().clone(), math.inf if max_norm is None else max_norm
+        if self._wrapper.mesh is None:
+            return
+        spec = spec_of(norm) if is_partial(norm) else None
+        norm = to_device(widened(local_tensor(norm.detach())), self._device).reshape(())
+        if spec is not None:
+            axes = zip(spec.mesh.shape, spec.placements, strict=True)
+            n_parts = math.prod(n for n, placement in axes if placement.is_partial())
+            square = norm.square()
+            self._own_norm = torch.stack([norm, square * n_parts / self.n_ranks, square])
+            return
+        coefficient = 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's
+        grads = [p.grad for p in self._wrapper.parameters.values()]
+        held = self._sq_norm([local_tensor(g) for g in grads if g is not None])
+        counted = self._sq_norm([*self._parts_now(grads, {}).values()])
+        before_clip = torch.stack([counted, held]) / coefficient**2
+        self._own_norm = torch.cat([norm[None].clone(), before_clip])
 
-    def take_own_norm(self, sq_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The loop's own norm, [1], and this rank's part of what `OwnNorm` sums over ranks, [2]; 0 without one.
+    def _sq_norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        total = zero_sums(device=self._device)
+        for on_device in by_device.values():
+            total += to_device(power_sum(on_device, 2.0), self._device)
+        return total
+
+    def take_own_norm(self, terms: Tensor) -> tuple[Tensor, Tensor]:
+        """The loop's own norm and what this rank holds, [2]; and its part of what `OwnNorm` sums over ranks, [5].
 
         Args:
-            sq_norm: |F|² of what this rank counts of the gradient, after the clip.
+            terms: |F|² of what this rank counts of each gradient, after the clip; [parameters].
         """
         noted, self._own_norm = self._own_norm, None
         if noted is None:
-            return sq_norm.new_zeros(1), sq_norm.new_zeros(2)
-        assert self._wrapper.mesh is not None
-        norm = to_device(widened(noted[0]), self._device).reshape(())
-        coefficient = (noted[1] / (norm + 1e-6)).clamp(max=1.0)  # torch's
-        n_copies = self._wrapper.mesh.size() / self.n_parts
-        return norm[None], torch.stack([norm.square() / n_copies, sq_norm / coefficient.square()])
+            return terms.new_zeros(2), terms.new_zeros(5)
+        partial = terms[self._partial_now].sum()
+        return noted[[0, 2]], torch.cat([torch.ones_like(noted[:1]), noted[1:], partial[None], terms.sum()[None]])
 
     def norm_of_clip(self, riding: Tensor | None = None) -> GlobalNorm:
         """The norm as a clip takes it, waiting for all ranks; `riding` is summed over them besides."""
@@ -157,12 +187,18 @@ class FinalGradient:
     def _counted(self, grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """What this rank counts of each gradient, by index: all, or a part, so that every element counts once."""
         partial: dict[int, Tensor] = {}
+        parts = self._parts_now(grads, partial)
+        self._partial_now = sorted(partial)
+        return parts if self._wrapper.mesh is None else parts | self._cut.sum_partial(partial)
+
+    def _parts_now(self, grads: Sequence[Tensor | None], partial: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What this rank counts of gradients that are summed over ranks already; the others are put into `partial`."""
         parts: dict[int, Tensor] = {}
         is_whole = self._wrapper.mesh is None
         for i, grad in enumerate(grads):
             if grad is not None and (part := grad if is_whole else self._cut.part(i, grad, partial)) is not None:
                 parts[i] = part
-        return parts if is_whole else parts | self._cut.sum_partial(partial)
+        return parts
 
 
 class WindowReader:
@@ -324,7 +360,7 @@ class WindowReader:
         is_cut = self.wrapper.mesh is not None
         (sums if is_cut else own).update(final)
         if is_cut:
-            own["own_norm"], sums["own_norm_squares"] = self.final.take_own_norm(terms[0].sum())
+            own["own_norm"], sums["own_norm_squares"] = self.final.take_own_norm(terms[0])
         vector, shapes = packed(sums)
         rides = is_cut and reads_grad
         norm = self.final.norm_of_clip(riding=vector if rides else None) if reads_grad else None
