@@ -14,7 +14,7 @@ from sonde.batch_size.batch_dim import UnclearUnitsError, count_units, units_in_
 from sonde.batch_size.taps.problems import Problem
 from tests.batch_size.loops import attached
 from tests.batch_size.single_units import SINGLE
-from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, N, T, causal, giving, ids, images, state
+from tests.batch_size.usual_calls import ASKED, CALLS, LOSS, N, T, causal, giving, ids, images, mean_of, state
 
 USUAL = CALLS | SINGLE
 CASES = USUAL | {
@@ -52,13 +52,6 @@ CASES = USUAL | {
     "positions first": (giving((N, T, 11)), lambda: (torch.arange(T), ids(N, T)), ASKED),
     "coordinates and functions": (giving((N, 64, 1)), lambda: (torch.rand(64, 2), torch.randn(N, 20)), ASKED),
 }
-
-
-def mean_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output.square().mean() if output.requires_grad else torch.zeros(())
-    parts = output.values() if isinstance(output, dict) else output
-    return sum((mean_of(part) for part in parts), torch.zeros(()))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ import torch
 
 from tests.batch_size.conventions import SEEN, convention
 from tests.batch_size.loops import attached
-from tests.batch_size.test_batch_dim import mean_of
+from tests.batch_size.usual_calls import mean_of
 
 ASKED = {
     *("[C, T, B], batch last", "[H, W, C, B], batch last", "a sparse matrix of rows"),

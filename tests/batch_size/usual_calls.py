@@ -115,6 +115,13 @@ def giving(*shapes: tuple[int, ...]) -> By:
     return By(forward, scale=nn.Linear(1, 1))
 
 
+def mean_of(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output.square().mean() if output.requires_grad else torch.zeros(())
+    parts = output.values() if isinstance(output, dict) else output
+    return sum((mean_of(part) for part in parts), torch.zeros(()))
+
+
 def state(n_layers: int = 2) -> Tensor:
     return torch.zeros(n_layers, N, 16)
 
