@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -359,3 +360,33 @@ def test_at_no_signal_a_thousand_judgements_accuse_hardly_any_run() -> None:
 def test_batches_have_no_more_in_common_than_their_examples_say(common: float, is_doubted: bool) -> None:
     doubts = windows(150, 32, compared=0.0, common=common, mean=0.2).doubts()
     assert ("batches have more in common" in doubts.get("dependent_examples", "")) == is_doubted
+
+
+# Windows that take turns.
+
+
+def sizes(n_windows: int, *, period: int = 1, times: float = 1.0, every: int = 1, trend: float = 0.0) -> Dependence:
+    """Windows whose mean squares scatter by 1.35 times; each `period`-th is so many times as large."""
+    watch = Dependence(100.0)
+    for i, scatter in enumerate(random(n_windows).tolist()):
+        number = 1 + i * every
+        watch.see_size(number, math.exp(0.3 * scatter + trend * i) * (times if number % period == 0 else 1.0))
+    return watch
+
+
+@pytest.mark.parametrize("every", [1, 7])  # no period divides it
+@pytest.mark.parametrize("trend", [0.0, 0.05])
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 8])
+def test_windows_that_take_turns_are_named(period: int, trend: float, every: int) -> None:
+    doubt = sizes(128, period=period, times=9.0, every=every, trend=trend).doubts()["phases"]
+    said = re.match(rf"one window in {period} has gradients (\d\.?\d?) times as large as the others", doubt)
+    assert said is not None
+    assert 2.7 < float(said[1]) < 3.4  # neighbours are of both kinds
+
+
+@pytest.mark.parametrize("trend", [0.0, 0.05, -0.05])
+def test_windows_of_one_kind_are_not_accused(trend: float) -> None:
+    watch = Dependence(100.0)
+    for number, scatter in enumerate(random(2000, seed=3).tolist(), start=1):
+        watch.see_size(number, math.exp(0.5 * scatter + trend * number))
+        assert number % 10 or "phases" not in watch.doubts()

@@ -20,6 +20,7 @@ The same averages count the windows whose gradient was changed by more than a sc
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Set
 
@@ -49,6 +50,13 @@ _LEAST_APART = 0.5
 that each hold half of the data set."""
 _TWINS = 0.9
 """Share of windows in which each row is there several times, beyond which that is no accident."""
+_SIZES, _LEAST_SIZES, _NEIGHBOURS = 128, 32, 8
+"""Windows whose sizes are remembered, the fewest that are judged, and neighbours on each side that a size is held
+against, so that a trend does not count."""
+_PERIODS = (2, 3, 4, 5, 8, 16)
+_FEWEST_OF_PHASE = 6
+_OTHER_SIZE = math.log(1.25)
+"""Least difference of the log of squared gradients between windows that take turns."""
 _BEFORE_EXCESS = 10
 """Windows before pieces are first held against examples."""
 _LEAST_EXCESS = 0.05
@@ -117,6 +125,8 @@ class Dependence(Stateful):
         self._same: frozenset[tuple[int, int]] = frozenset()
         """The ranks that had the same gradient in the last window."""
         self._last_windows: deque[ProjectedWindow] = deque(maxlen=_APART)
+        self._sizes: deque[tuple[int, float]] = deque(maxlen=_SIZES)
+        """Of the last windows: the number in training, and the log of the pieces' mean square."""
 
     def add(self, numbers: Numbers) -> None:
         """Take numbers of a window, but those that are not finite."""
@@ -165,6 +175,11 @@ class Dependence(Stateful):
                 self.add({"apart": (excess / noise, 1.0)})
         self._last_windows.append(window)
 
+    def see_size(self, number: int, small: float) -> None:
+        """Take the mean square of a window's pieces, or examples, and its number in training."""
+        if 0 < small < math.inf:
+            self._sizes.append((number, math.log(small)))
+
     @property
     def consistency(self) -> float | None:
         """tr Σ within ranks over tr Σ between ranks; infinite where ranks do not differ; None if not measurable."""
@@ -182,6 +197,7 @@ class Dependence(Stateful):
             "dependent_examples": self._dependent_examples(),
             "negative_signal": self._negative_signal(),
             "same_data": self._same_data() or self._same_ranks(),
+            "phases": self._phases(),
         }
         return {name: message for name, message in found.items() if message}
 
@@ -258,6 +274,33 @@ class Dependence(Stateful):
             f"|G|² is {-signal.x / signal.error_of_x:.0f} standard errors below 0, which independent units cannot "
             "give. The loss compares the rows of a batch with each other, as contrastive losses and pairs do, or "
             "pieces complement each other. Accumulate gradients over 2 or more micro-batches, with rows of their own"
+        )
+
+    def _phases(self) -> str | None:
+        """Every second, third, … window may have a loss of its own, such as a penalty that is taken in turns."""
+        numbers, sizes = [number for number, _ in self._sizes], [size for _, size in self._sizes]
+        if len(sizes) < _LEAST_SIZES:
+            return None
+        near = (sizes[max(i - _NEIGHBOURS, 0) : i + _NEIGHBOURS + 1] for i in range(len(sizes)))
+        apart = [size - statistics.fmean(each) for size, each in zip(sizes, near, strict=True)]
+        error = statistics.stdev(apart)
+        found: list[tuple[float, int, float]] = []
+        for period in _PERIODS:
+            for phase in range(period):
+                own = [x for number, x in zip(numbers, apart, strict=True) if number % period == phase]
+                rest = [x for number, x in zip(numbers, apart, strict=True) if number % period != phase]
+                if min(len(own), len(rest)) >= _FEWEST_OF_PHASE:
+                    difference = statistics.fmean(own) - statistics.fmean(rest)
+                    of_chance = error * math.sqrt(1 / len(own) + 1 / len(rest))
+                    found.append((abs(difference) / max(of_chance, 1e-9), period, difference))
+        score, period, difference = max(found, default=(0.0, 0, 0.0))
+        if score < _STANDARD_ERRORS or abs(difference) < _OTHER_SIZE:
+            return None
+        size = f"{math.exp(abs(difference) / 2):.2g} times as {'large' if difference > 0 else 'small'} as the others"
+        return (
+            f"one window in {period} has gradients {size}, so windows are of several kinds, and no number is of all: "
+            "losses, penalties or optimizers that take turns. Take all in each step, or measure a checkpoint with one "
+            "loss by sonde.measure"
         )
 
     def _same_data(self) -> str | None:

@@ -187,6 +187,8 @@ class NoiseScaleTracker(Stateful):
         self.run.add(window, self.n_seen, rate)
         self.windows, self._n_missing = self.windows + 1, 0
         self.dependence.add(window.compared)
+        if not self.at_fixed_weights:
+            self.dependence.see_size(self.n_seen, window.total.grad_sq + window.u * window.total.trace_cov)
         self._effective, self.u = window.effective_units / self._last_units, window.u
         self.scale, self.scale_residual = scale, residual
 
