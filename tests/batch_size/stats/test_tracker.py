@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sonde.batch_size.stats.reading import Coverage
 from sonde.batch_size.stats.tracker import NoiseScaleTracker
 from sonde.batch_size.stats.window_row import Drop, SolvedWindow, solve_window
 from sonde.decision.facts import FROM_HERE_ON, facts_of
+from sonde.stats.intervals import RatioInterval
 from tests.batch_size.stats.windows import gaussian_windows, solved, take, tracker_of, window_row
 
 
@@ -220,3 +222,19 @@ def test_a_change_is_an_accident_once_one_of_its_parameters_is_seen_sound() -> N
         assert "no unchanged gradient" in each.reading().doubts["changed"]
         each.dependence.see_change(None, sound={0, 1, 7})
         assert each.reading().status == "resolved"
+
+
+@pytest.mark.parametrize("part", [0.8, 0.95, 0.999])
+@pytest.mark.parametrize("of_rest", [0.0, 0.3, 1.0])
+def test_the_interval_holds_what_uncovered_parameters_may_add(part: float, of_rest: float) -> None:
+    """Whatever part of the rest's |F|² is signal, and the other noise."""
+    units, covered = 16.0, RatioInterval("resolved", 8.0, 40.0, "", 20.0)
+    whole = Coverage(3, 4, part).with_the_rest(covered, units)
+    for b in (8.0, 20.0, 40.0):
+        grad_sq, trace_cov = 1.0, b
+        rest = (grad_sq + trace_cov / units) * (1 - part) / part
+        grad_sq, trace_cov = grad_sq + of_rest * rest, trace_cov + (1 - of_rest) * rest * units
+        assert whole.low is not None
+        assert whole.high is not None
+        assert whole.low * (1 - 1e-9) <= trace_cov / grad_sq <= whole.high * (1 + 1e-9)
+    assert Coverage(3, 4, part).with_the_rest(RatioInterval("unresolved", None, None), units).low is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sonde.batch_size.stats.columns import OF_EACH_UNIT, OF_READING
 from sonde.batch_size.stats.noise_scale import RatioAverage
@@ -40,6 +40,24 @@ class Coverage:
     n_parameters: int
     n_all: int
     part: float
+
+    def with_the_rest(self, known: RatioInterval, units: float) -> RatioInterval:
+        """The interval of the whole model, as far as the uncovered part of |F|² leaves it open.
+
+        With |G|² of the covered parameters as 1, theirs of |F|² is 1 + B/units. What the others have of |F|² is all
+        signal at one end, and all noise at the other, where it counts `units` times.
+
+        Args:
+            known: of the covered parameters.
+            units: effective number of units in a window.
+        """
+        if known.low is None or known.high is None:
+            return known
+
+        def rest(b: float) -> float:
+            return (1 + b / units) * (1 - self.part) / self.part
+
+        return replace(known, low=known.low / (1 + rest(known.low)), high=known.high + units * rest(known.high))
 
     def __str__(self) -> str:
         return f"of {self.n_parameters} of {self.n_all} parameters, with {in_percent(self.part)} of |F|²"

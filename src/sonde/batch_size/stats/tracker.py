@@ -216,13 +216,19 @@ class NoiseScaleTracker(Stateful):
             batch, stale = self.units_per_window, self._stale()
         if why := next(iter(doubts.values()), stale):
             series, facts = [(unresolved(why), None, None)] * len(series), facts | _NOTHING
+        units = None if batch is None or self._effective is None else batch * self._effective
+        if self.coverage is not None and units:
+            (whole, grad_sq, trace_cov), *of_groups = series
+            series = [(self.coverage.with_the_rest(whole, units), grad_sq, trace_cov), *of_groups]
+            if facts.get("average") is not None:
+                facts["average"] = self.coverage.with_the_rest(facts["average"], units)
         own, *groups = [group_reading(*each) for each in series]
         return NoiseScaleReading(
             **vars(own),
             **(_NOTHING | facts),
             reason=why or self._reason(series[0][0]),
             units_per_window=batch,
-            effective_units=None if batch is None or self._effective is None else batch * self._effective,
+            effective_units=units,
             u=self.u,
             windows=self.windows,
             dropped=dict(self.dropped),
