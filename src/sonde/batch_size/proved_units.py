@@ -33,6 +33,8 @@ _MOVED = 2e-6
 """Part of the largest number of an output that moves by more than rounding; in 16 bits, two roundings."""
 _JOINT = 1e-3
 """Part of a loss's changes by two halves that their common change may differ by, if it is a sum over slices."""
+_COUPLED = 1e-2
+"""The same part beyond which a loss is no sum over slices, whatever rounding does."""
 _Shows = Literal["in slices", "in a sum", "nowhere"]
 _TINY = 1e-3
 """Weights that are all smaller stand for zero: what they multiply would move nothing."""
@@ -154,8 +156,10 @@ class _Asked:
         if self._tensors[first].shape[0] == 1:  # a single slice cannot be told from its others
             of_first = [0, *of_first]
         if len(of_first) > 1:  # a loss beside predictions may tell: one over choices is no sum over them
-            of_first = [d for d in of_first if self._joint.get((first, d), 1.0) <= _JOINT] or of_first
-            free = [(k, d) for k, d in free if k != first or d in of_first]
+            joint = {d: self._joint.get((first, d), 0.0) for d in of_first}
+            sums = [d for d in of_first if joint[d] <= _JOINT]
+            if len(sums) == 1 and all(joint[d] > _COUPLED for d in of_first if d not in sums):
+                of_first, free = sums, [(k, d) for k, d in free if k != first or d in sums]
         if len(of_first) > 1:
             dims = " and ".join(map(str, of_first))
             return f"dims {dims} of {in_words(self._tensors[first])} are independent of each other in the model"
