@@ -356,3 +356,10 @@ def test_with_a_number_of_units_nothing_is_tried() -> None:
     with attached(model, units_per_piece=N):
         model(torch.randn(N, C)).sum().backward()
     assert model.n == 1
+
+
+def test_collectives_are_refused_by_the_names_of_their_operations() -> None:
+    import torch.distributed._functional_collectives
+
+    for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+        assert hasattr(getattr(torch.ops, namespace), "all_to_all_single")

@@ -45,4 +45,6 @@ def check_said(is_wrong: bool, said: list[str], factor: float) -> None:
     assert len(found) == is_wrong, said
     if is_wrong:
         assert 0.5 < factor < 0.9
-        assert float(found[0]) == pytest.approx(factor, abs=0.0051)  # of two decimals
+        assert float(found[0]) == pytest.approx(
+            factor, abs=0.0101
+        )  # of two decimals, of the windows that were measured

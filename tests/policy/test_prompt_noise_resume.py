@@ -199,4 +199,4 @@ def test_contents_with_other_keys_have_another_version(half: dict[str, Any]) -> 
     averages = contents["averages"]
     names = [list(each) for each in (contents, contents["what"], averages, averages["windows"])]
     of_contents = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-    assert (VERSION, of_contents) == (14, "22e11818"), "raise VERSION: states with other keys must be refused"
+    assert (VERSION, of_contents) == (15, "22e11818"), "raise VERSION: states with other keys must be refused"

@@ -200,11 +200,6 @@ def _without_stages(output: object) -> object:
     return [value for value in output.values() if not isinstance(value, Mapping)] or output
 
 
-def first_shape(parts: Mapping[str, object]) -> tuple[int, ...]:
-    """The shape of the first tensor that `count_units` would look at; empty without one."""
-    return next((witness.shape for witness in _witnesses(parts, "")), ())
-
-
 def units_in_batch(batch: object, remedy: str) -> int:
     """The number of units in a batch as a loader gives it. Its entries are columns, or one mapping for each unit.
 

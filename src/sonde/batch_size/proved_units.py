@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from sonde.batch_size.batch_dim import Counted, UnclearUnitsError, in_words, tensors_in
+from sonde.batch_size.per_example.rules import BATCH_NORMS
 from sonde.batch_size.quiet_passes import LeavesTraceError, QuietPasses
 
 _SEED = 580
@@ -284,7 +284,7 @@ class _Asked:
     def _prepare(self) -> None:
         """Let batch normalisation use running statistics, and parameters that are 0, as at the start, be others."""
         for module in self._model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BATCH_NORMS):
                 module.training = False
                 if module.running_mean is None:
                     zeros = next(self._model.parameters()).new_zeros(module.num_features)

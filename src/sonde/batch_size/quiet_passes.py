@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from sonde.parallel.model_state import own_passes, preserve_modes_and_randomness, without_autocast_cache
 from sonde.parallel.placements import is_dtensor
 
-_MOST_OBJECTS = 50_000
+_MOST_OBJECTS = 300_000
 """Objects that are looked at. A model that reaches more is refused."""
 _MOST_BYTES = 64 * 2**20
 """Memory for copies of buffers."""

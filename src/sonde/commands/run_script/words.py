@@ -23,6 +23,8 @@ REMEDIES: Mapping[str, str] = {
     ),
     HOW_TO_COUNT: "Pass --units-from: a number or package.module:function",
     "pass units= to attach, a function of the batch": "pass --units-from package.module:function, a function",
+    "probe.alerts['units'] says why, and what to do": "a sentence above says why, and what to do",
+    ", or put both into one 'with probe.piece():'": "",
     "units_per_piece=": "--units-from",
     ", unless piece(units=...) says it": "",
     "raise budget=, or put more work into each window": "raise --budget, or put more work into each step",
